@@ -1,4 +1,4 @@
-"""Lint the texts of the project: phrases that have a standard term are listed with that term.
+"""Lint the texts of the project: list each phrase for which a standard term exists.
 
     python -m tests.plain_english [FOLDER ...]
 
@@ -101,7 +101,7 @@ def _strings_of(tree: ast.Module) -> Iterator[Text]:
 
 
 def main(folders: list[str]) -> int:
-    """Print what is to be rewritten; return the exit code."""
+    """Print the phrases to rewrite; return the exit code."""
     num_words, found = Counter[str](), Counter[str]()
     lines = []
     for folder in map(ROOT.joinpath, folders or FOLDERS):

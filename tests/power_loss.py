@@ -1,8 +1,9 @@
 """Check what remains on disk after a loss of power: a record of all syncs, and two laws.
 
-A kill keeps the cache of the system, so no kill reveals a missing sync. Here every sync, rename
-and removal of the ranks is recorded and passed on: the content of a file is on disk as of its last
-sync, a name if its directory was synced after the name was created. Earlier files are on disk.
+A kill keeps the cache of the system, so no kill reveals a missing sync. The module records and
+executes every sync, rename and removal of the ranks. The content of a file counts as on disk as of
+its last sync; a name counts as on disk if its directory was synced after the name was created.
+Files that existed before the test count as on disk.
 """
 
 import fcntl
@@ -48,7 +49,7 @@ class Disk:
         patch.setattr(atomic, "exchange_names", self._exchanging(atomic.exchange_names))
 
     def lost(self, *ignored: str, below: Path | None = None) -> list[str]:
-        """Return the changes by a loss of power now, without partial files and ``ignored``."""
+        """Return what a loss of power now would change, except partial and ignored files."""
         return list(self._lost(below or self.root, ignored))
 
     def has_name(self, path: Path) -> bool:

@@ -15,7 +15,7 @@ def ended(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, whatever its exit code; capture its output as text.
 
-    ``timeout``, in seconds, is that of an idle machine.
+    ``timeout`` is in seconds on an idle machine; slow machines get more.
     """
     return subprocess.run(
         [*map(str, line)],
@@ -28,7 +28,7 @@ def ended(
 
 
 def hpctrain_without(modules: str, *words: Any) -> subprocess.CompletedProcess[str]:
-    """Run ``hpctrain`` where the import of some modules fails."""
+    """Run ``hpctrain`` in a process in which imports of some modules fail."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({modules.split()}))\n"
         "from hpctrain.cli.main import main; main()"

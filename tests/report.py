@@ -20,7 +20,7 @@ _HEAD = re.compile(r"still runs after|\] \S+::\S+ failed$|Fatal Python error|sig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Hold one launch of the suite: ``openmpi-3`` means three ranks of Open MPI."""
+    """Hold the results of a launch of the suite; ``openmpi-3`` means Open MPI on three ranks."""
 
     name: str
     problem: str

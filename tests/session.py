@@ -2,10 +2,10 @@
 
     python -m tests.session REPORT COMMAND ...
 
-COMMAND runs pytest, on one or more ranks; ``--report=REPORT`` is added to it, as one word: pytest
-takes a word that is an existing file for a path of tests. A rank that dies, a test that hangs and
-a rank that fails alone end the whole session: that test has failed, and the next session continues
-with the tests after it.
+COMMAND runs pytest, on one or more ranks. The program adds ``--report=REPORT`` as one word,
+because pytest would treat a separate word with an existing file as a path of tests. If a rank
+dies, a test hangs, or a test fails on only one rank, the whole session ends: this test has failed,
+and the next session continues with the tests after it.
 """
 
 import subprocess

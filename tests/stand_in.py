@@ -1,4 +1,4 @@
-"""Replace an accelerator by a device of the host, so that its code runs without one.
+"""Replace the accelerator by a device of the host, so that code for accelerators can be tested.
 
 The only stream is the program itself; node memory replaces memory of CUDA.
 """
@@ -33,7 +33,7 @@ class Passed:
 
 
 class StandIn(Device):
-    """Treat tensors of the host as those of an accelerator."""
+    """Treat tensors of the host as tensors of an accelerator."""
 
     keeps_apart = without_nccl = ""
 

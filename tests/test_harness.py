@@ -33,7 +33,7 @@ class Session:
 def launched(
     folder: Path, body: str, ranks: int, *, continued: bool = False, **environ: str
 ) -> Session:
-    """Run a test file on one or more ranks; a single one needs no launcher."""
+    """Run a test file on one or more ranks; a single rank needs no launcher."""
     file, report = folder / "tests/test_tiny.py", folder / "report.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.with_name("conftest.py").write_text('pytest_plugins = ["tests.harness.plugin"]\n')

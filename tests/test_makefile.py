@@ -1,4 +1,4 @@
-"""Check that the tests that the Makefile selects exist."""
+"""Check that all tests that the Makefile names exist."""
 
 import re
 from pathlib import Path

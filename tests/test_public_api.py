@@ -55,7 +55,7 @@ _ATTRIBUTE = re.compile(r"\bself\.([a-z]\w*)(?:, self\.([a-z]\w*))*(?::[^=\n]+)?
 
 
 def _members(prefix: str, cls: type) -> list[str]:
-    """Return the public members that hpctrain defines, inherited ones and attributes included."""
+    """Return the public members that hpctrain defines, also inherited members and attributes."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("hpctrain"):

@@ -1,4 +1,4 @@
-"""Check that files named by relative paths stay when the program changes its directory.
+"""Check that relative paths keep their meaning when the program changes its directory.
 
 Every public function with a path has a case: it is called with a relative path, the directory is
 changed, the result is used, and all files are in the directory of the call.

@@ -1,4 +1,4 @@
-"""Check that only one place decides a factor of a gradient; other multiplications are listed."""
+"""Check that only the files in ``ALLOWED`` multiply or divide tensors in place."""
 
 import ast
 from pathlib import Path

@@ -2,9 +2,10 @@
 
     python tests/versions.py [ROW ...] [--guide] [--folder DIR] [--keep]
 
-Each row makes an environment, installs the built wheel there, and asserts that pip kept torch.
-Then it trains examples/digits.toml and runs a part of the tests on one and two ranks, against the
-installed package. ``--guide`` writes the results into ``hpctrain guide versions``.
+For each row, the program makes an environment, installs the built wheel there, and asserts that
+pip did not replace torch. The program then trains examples/digits.toml and runs a part of the
+tests on one and two ranks, with the installed package. ``--guide`` writes the results into
+``hpctrain guide versions``.
 
 The rows of torch and Python need several GB each: one environment exists at a time, in a temporary
 folder or in DIR.
@@ -145,7 +146,7 @@ def version_of(python: Path) -> str:
 
 
 def other_python(version: str) -> str | None:
-    """Find a Python of a version, on PATH or in pyenv."""
+    """Find a Python interpreter of this version, on PATH or in pyenv."""
     found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
@@ -218,7 +219,7 @@ def outcome(words: tuple[object, ...], log: Path, place: Path, environ: dict[str
 
 
 def run(*words: object, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program outside of the clone, where no hpctrain can be imported from the folder."""
+    """Run a program outside of the clone, so that it imports the installed hpctrain."""
     line, place = list(map(str, words)), tempfile.gettempdir()
     return subprocess.run(
         line, capture_output=True, text=True, check=False, cwd=place, env=environ

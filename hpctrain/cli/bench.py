@@ -111,9 +111,9 @@ def fit(
 ) -> None:
     """Fit latencies and bandwidths of a machine to measured all-reduces; print the residuals.
 
-    Measure several sizes, on one node and on several nodes: only together they determine all
-    figures. The error at points that the fit did not use is the expected error of a prediction
-    for other sizes and numbers of nodes.
+    Measure several sizes on one node and on several nodes; otherwise the points do not determine
+    all figures. The command also prints the error at points that the fit did not use, which is
+    the expected error of predictions for other sizes and numbers of nodes.
 
     Examples:
       hpctrain launch -n 4 --nodes 2 hpctrain bench allreduce --bucket --json points.json

@@ -48,7 +48,7 @@ def info(
     """Print the contents of a checkpoint: step, sizes, tensors, facts.
 
     For a run directory, the command lists the checkpoints and prints the newest one. The command
-    reads the manifest and no tensors.
+    reads the manifest, but no tensors.
 
     Examples:
       hpctrain checkpoint info runs/digits
@@ -106,9 +106,9 @@ def export(
 ) -> None:
     """Write the state of a checkpoint, or of the newest one of a run, for other programs.
 
-    OUT.pt is for torch.load(OUT, weights_only=True), OUT.safetensors for safetensors, which
-    holds tensors only: a model. The private state of each rank, such as random states, is not
-    exported.
+    A file OUT.pt can be read by torch.load(OUT, weights_only=True). A file OUT.safetensors can be
+    read by safetensors; this format stores only tensors, for example the state of a model. The
+    private state of each rank, such as random states, is not exported.
 
     Examples:
       hpctrain checkpoint export runs/digits model.pt --only model
@@ -134,10 +134,10 @@ def diff(
 ) -> None:
     """List the bitwise differences of two states: the first tensor, and by how much.
 
-    For a run directory, the command compares the newest checkpoint. Tensors are listed first, in
-    the order of the state, then plain values, then the private state of each rank. The exit code
-    is 0 if the states are identical, 1 if they differ; measured times and the number of records
-    are listed but do not count.
+    For a run directory, the command compares the newest checkpoint of the run. Tensors are listed
+    first, in the order of the state, then plain values, then the private state of each rank. The
+    exit code is 0 if the states are identical, 1 if they differ; measured times and the number of
+    records are listed but do not count.
 
     Examples:
       hpctrain checkpoint diff runs/a runs/b
@@ -165,5 +165,5 @@ def diff(
 
 
 def _print(line: str) -> None:
-    """Print a line; control characters, which names in files may contain, are escaped."""
+    """Print a line with control characters escaped; names in files may contain them."""
     typer.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

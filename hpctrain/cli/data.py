@@ -46,8 +46,7 @@ def info(
 ) -> None:
     """Print the contents of a data set: samples, fields, shards.
 
-    The command reads the manifest and the sizes of files, and no data except the sample of
-    --sample.
+    The command reads only the manifest, the sizes of files, and the sample that --sample selects.
 
     Examples:
       hpctrain data info data/train
@@ -108,7 +107,8 @@ def repair(
 ) -> None:
     """Repair a damaged data set, and remove files that do not belong to it.
 
-    Checks the data set like verify, then takes shards, and a lost manifest, from a copy. Each step
+    The command checks the data set like hpctrain data verify. With --from, it
+    then replaces damaged shards and a lost manifest by the files of another copy. Each replacement
     is atomic. The exit code is 0 if the data set is intact afterwards, else 1.
 
     Examples:
@@ -181,7 +181,7 @@ class SplitOptions:
     label: str | None = option(None, "FIELD", "Field of the label, an integer.", shown="y")
 
     def check(self) -> None:
-        """Raise ``ConfigError`` unless the options are either shares or a split by label."""
+        """Raise ``ConfigError`` unless the options request either shares or a split by label."""
         if self.by_label is not None and self.parts is not None and not self.shares:
             return
         if self.by_label is not None or self.parts is not None:
@@ -210,9 +210,9 @@ def split(options: SplitOptions) -> None:
     Every sample is in exactly one part. The same seed gives the same parts on any number of ranks.
     All ranks of the launch share the work.
 
-    With --by-label, the parts have different label distributions, as clients of federated
-    learning do. The data set stays unchanged: OUT is a file with the samples of each part, which
-    data.split of a training, or Loader(split=OUT), assigns to the ranks.
+    With --by-label, the parts have different label distributions, like the clients of federated
+    learning. The command then writes no data sets: OUT is a file that lists the samples of each
+    part. The key data.split of a training, or Loader(split=OUT), assigns the parts to the ranks.
 
     Examples:
       hpctrain data split data/all data train=0.9 test=0.1

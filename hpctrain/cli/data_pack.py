@@ -125,7 +125,7 @@ def pack(options: PackOptions) -> None:
     last finished shard. The source is never changed.
 
     A field whose SOURCE ends in a data type, such as :f4 or :i8, is stored in that type. NumPy's
-    default is f8 (float64), which a model in float32 refuses.
+    default is f8 (float64), which does not fit a model in float32.
 
     Examples:
       hpctrain data pack digits.npz data/train

@@ -40,7 +40,7 @@ def doctor(
     A single process examines this machine and this job. Ranks started by srun, mpirun or
     hpctrain launch also connect to each other and measure the links between them; rank 0 prints.
 
-    The exit code is 1 if there is a warning or an error, 2 for a mistake in the command, else 0.
+    The exit code is 2 for a mistake in the command, 1 if there is a warning or an error, else 0.
 
     Examples:
       hpctrain doctor

@@ -42,8 +42,8 @@ def evaluate(
 ) -> None:
     """Test the model of a run, on all ranks of the launch.
 
-    The command uses the model of the tests of the run: with averaged weights if train.ema is set.
-    Nothing is trained or written.
+    The command uses the same model as the tests during the run, which has averaged weights if
+    train.ema is set. The command trains nothing and writes no file.
 
     Examples:
       hpctrain evaluate runs/digits
@@ -74,8 +74,8 @@ def predict(
 ) -> None:
     """Write the model's output for every sample into an HDF5 file.
 
-    FILE.h5 has one dataset, output, whose row i belongs to sample i, on any number of ranks. The
-    file appears complete or not at all. All ranks must see its directory.
+    FILE.h5 contains one dataset with the name output. Row i belongs to sample i, on any number of
+    ranks. The file is created atomically. All ranks must have access to its directory.
 
     Examples:
       hpctrain predict runs/digits --output predictions.h5

@@ -56,7 +56,7 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
 
 
 def _sources() -> Mapping[str, Path]:
-    """Return the files of the examples by name, from a clone or the installed package."""
+    """Return a dict from the name of each example to its file, in a clone or the package."""
     clone = Path(__file__).parents[2]
     if (clone / "setup.cfg").exists():
         found = [path for path in (clone / "examples").rglob("*") if path.suffix in _KINDS]

@@ -62,7 +62,7 @@ def guide(
 
 
 def pages(root: Any) -> dict[str, Callable[[], str]]:
-    """Return a function for each topic that returns the text of the topic.
+    """Return, for each topic, a function that returns the text of the topic.
 
     ``root`` is the command ``hpctrain``.
     """
@@ -97,7 +97,7 @@ def _api() -> str:
 
 
 def _about(name: str, module: Any) -> list[str]:
-    """Return the lines about a public name: signature and docstring."""
+    """Return the signature and docstring of a public name, as lines."""
     value = getattr(module, name)
     if not callable(value):
         return [f"{name} = {value!r}"]
@@ -151,7 +151,7 @@ def _row(parameter: Any) -> str:
 
 
 def show(text: str) -> None:
-    """Print Markdown: formatted on a terminal, unchanged to a pipe or a file."""
+    """Print Markdown; format it only if the output is a terminal."""
     console = Console()
     if not console.is_terminal:
         typer.echo(text, nl=False)

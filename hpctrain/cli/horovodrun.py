@@ -1,6 +1,7 @@
-"""Options of ``horovodrun`` that ``hpctrain launch`` accepts, and remedies for the others.
+"""Options of ``horovodrun`` that ``hpctrain launch`` accepts, and remedies for all other options.
 
-An option of a Horovod variable sets the variable of hpctrain if there is one.
+Most options set a variable of Horovod. If hpctrain has a corresponding variable, the option sets
+the variable of hpctrain instead.
 """
 
 import inspect
@@ -27,7 +28,7 @@ class SupportedOption(NamedTuple):
     help: str = ""  # an option without help is accepted but not shown
 
     def variables(self, given: str) -> dict[str, str]:
-        """Return the environment variables of the ranks for the value ``given``."""
+        """Return the environment variables that the option sets for the value ``given``."""
         text = given if self.metavar else self.value
         try:
             if self.factor != 1:
@@ -154,10 +155,10 @@ REFUSED = (
 
 
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of the ranks for the options that were ``given``.
+    """Return the environment variables that the ``given`` options set for ranks.
 
     Raises:
-        LaunchError: hpctrain does not support an option; the message has the remedy.
+        LaunchError: hpctrain does not support an option; the message contains the remedy.
         ConfigError: a value is invalid.
     """
     asked = {name for name, value in given.items() if value not in (None, False)}
@@ -176,7 +177,7 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct names of network interfaces from a text with commas."""
+    """Return the distinct names of network interfaces from texts with names between commas."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
 

@@ -92,16 +92,16 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
     (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...): a script for torch.distributed runs
     unchanged.
 
-    The death of one rank ends all ranks; with --recover the other ranks continue from the last
-    commit of hpctrain.elastic, or the last checkpoint of hpctrain train. The exit code is the exit
-    code of the command; 124 after --timeout; 87 if a rank was killed; 85 if the run has saved its
-    state and can be continued.
+    The death of one rank ends all ranks. With --recover, the other ranks continue from the last
+    commit of hpctrain.elastic or the last checkpoint of hpctrain train. The exit code is that of
+    the command, except 124 after --timeout and 87 if a rank was killed. The exit code 85 means
+    that the run has saved its state and can be continued.
 
-    With --recover --spares K, K more ranks wait and replace ranks that die, in elastic.run and
-    hpctrain train: the number of working ranks stays the same.
+    With --recover --spares K, K additional ranks wait, and replace ranks that die: the number of
+    working ranks stays the same. The command must be hpctrain train or use elastic.run.
 
-    With --restart N a failed command is started again, up to N times, on the hosts of --hosts that
-    still start a program; hpctrain train continues from its last checkpoint.
+    With --restart N, a failed command is restarted up to N times, on the hosts of --hosts that can
+    still start a program. hpctrain train then continues from its last checkpoint.
 
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
@@ -153,7 +153,7 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
 
 
 def explain(code: int, words: Sequence[str], hosts: str) -> None:
-    """Print the reason why a launch has ended, if the ranks do not print a reason."""
+    """Print the reason why a launch has ended, unless the ranks print the reason."""
     reports_itself = ("hpctrain", "train") in pairwise(words)
     if code == env.STOPPED and not reports_itself:
         write_line(

@@ -91,7 +91,7 @@ class LayoutOptions(SharedOptions):
     )
 
     def of_machine(self) -> "Machine":
-        """Return the machine of the file, or a default machine, changed by the given options."""
+        """Return the machine of --machine, or a default machine, changed by other options."""
         given: dict[str, Any] = {
             "nodes": self.nodes,
             "ranks_per_node": self.gpus_per_node,
@@ -132,7 +132,7 @@ class LayoutOptions(SharedOptions):
         return transformer.Transformer.of(**found), guessed
 
     def of_fixed(self) -> dict[str, int | str]:
-        """Return the fixed values of the layout from ``--fix``, by name."""
+        """Return a dict from name to value of the layout fields that ``--fix`` fixes."""
         names = [name for name, _ in self.fix or ()]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ConfigError(
@@ -230,7 +230,7 @@ def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
 
 
 def _size(num_bytes: float) -> str:
-    """Return a number of bytes as text with decimal units, as in publications."""
+    """Return a text for a number of bytes, with decimal units."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.9995 * size:
             return f"{num_bytes / size:.3g} {unit}"

@@ -173,7 +173,7 @@ def main() -> None:
 
 
 def _without_mpi(error: Exception) -> LaunchError:
-    """Return the error of a missing MPI library, with the remedy."""
+    """Return an error about a missing MPI library, with a remedy."""
     try:
         pmi.load()
     except LaunchError as found:
@@ -182,7 +182,7 @@ def _without_mpi(error: Exception) -> LaunchError:
 
 
 def _report(error: Exception) -> None:
-    """Print the frames of user code of an error; write the complete traceback to the log.
+    """Print the traceback of user code only; write the complete traceback to the log.
 
     The function raises ``error`` again if no frame belongs to user code.
     """
@@ -199,7 +199,7 @@ def _report(error: Exception) -> None:
 
 
 def _stop(error: HpctrainError) -> None:
-    """Print an error that all ranks raise once, and exit; raise other errors again."""
+    """Print an error once if all ranks raise it, and exit; raise other errors again."""
     rank, is_joined = _rank()
     code = FAILED if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
     if is_joined and not isinstance(error, MismatchError | NotFiniteError):
@@ -214,7 +214,7 @@ def _stop(error: HpctrainError) -> None:
 
 
 def _rank() -> tuple[int, bool]:
-    """Return the rank, from world or launcher, and True if the rank has joined other ranks."""
+    """Return the rank of this process, and True if it is connected to other ranks."""
     if (world := _world()) is not None:
         return world.rank(), world.size() > 1
     found = env.launched()
@@ -222,6 +222,6 @@ def _rank() -> tuple[int, bool]:
 
 
 def _world() -> Any:
-    """Return the module ``hpctrain.runtime.world`` if the world is initialized; never load it."""
+    """Return ``hpctrain.runtime.world`` if its world is initialized; never import the module."""
     module = sys.modules.get("hpctrain.runtime.world")
     return module if module is not None and module.is_initialized() else None

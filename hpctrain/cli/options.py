@@ -16,14 +16,14 @@ FAILED = 1  # exit code of a command that found a fault; a wrong command line ha
 def argument(
     metavar: str, text: str = "", *, default: Any = ..., shown: str | bool = False
 ) -> Any:
-    """Return the description of a positional argument; the help shows the default ``shown``."""
+    """Describe a positional argument for typer; the help shows ``shown`` as its default."""
     return typer.Argument(default, metavar=metavar, help=text, show_default=shown)
 
 
 def option(
     default: Any, metavar: str, text: str, *names: str, shown: str = "", **settings: Any
 ) -> Any:
-    """Return the description of an option; the help shows its default, or ``shown`` instead.
+    """Describe an option for typer; the help shows ``shown``, or else the default value.
 
     Without ``names``, the option is named after its parameter.
     """
@@ -33,17 +33,17 @@ def option(
 
 
 def flag(text: str, *names: str, default: Any = False, **settings: Any) -> Any:
-    """Return the description of an option without a value."""
+    """Describe an option without a value for typer."""
     return typer.Option(default, *names, help=text, **settings)
 
 
 def takes(
     options: type, *others: inspect.Parameter
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for a command whose first argument is the dataclass ``options``.
+    """Return a decorator for a command that takes an instance of the dataclass ``options``.
 
-    The fields of ``options`` become the options of the command. The command gets the options in
-    ``others`` as keyword arguments.
+    The fields of ``options`` become the options of the command. The command receives
+    the options in ``others`` as keyword arguments.
     """
     signature = inspect.signature(options)
     own = signature.parameters

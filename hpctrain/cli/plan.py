@@ -75,7 +75,7 @@ class GoalOptions(SharedOptions):
     )
 
     def of_goal(self) -> tuple["Goal", "Model"]:
-        """Return the goal and the model of the options, completed by the measured run."""
+        """Return goal and model; values that the options omit are taken from the measured run."""
         if self.target_loss is not None and self.run is None:
             raise ConfigError(
                 "--target-loss must be used with the directory of a run, got none; give RUN, or "
@@ -148,7 +148,7 @@ def plan(options: PlanOptions) -> None:
 
     For a goal, a run or a number of samples: the nodes, batch, codec and local steps that reach
     the goal first, the cost, and the bandwidth below which each codec is worthwhile. More nodes
-    are worthwhile as long as twice as many save a quarter of the time.
+    are worthwhile if doubling the number of nodes saves at least a quarter of the time.
 
     For a layout: the five fastest layouts of a transformer by tensor, pipeline, data and context
     parallelism, ZeRO, micro-batches and recomputation, with memory, bubble and bytes, and the

@@ -38,9 +38,9 @@ def plot(
 ) -> None:
     """Draw runs as a figure: loss, metrics, learning rate, speed, times.
 
-    A run may be running, stopped or failed. Several runs are drawn in the same axes. Dotted lines
-    are parts that continued from a checkpoint; values that are not finite are marked. Needs
-    matplotlib.
+    Runs may also be running, stopped or failed. Several runs are drawn in the same axes. Dotted
+    vertical lines mark steps at which a run continued from a checkpoint, and values that are not
+    finite. The command needs matplotlib.
 
     Examples:
       hpctrain plot runs/digits
@@ -65,9 +65,9 @@ def report(
 ) -> None:
     """Write an HTML page about runs that needs no other file.
 
-    The page has the curves of hpctrain plot, the times of each rank, results, parts, and the
-    differences of configuration and environment between runs; for one run, from the defaults.
-    Needs plotly.
+    The page shows the curves of hpctrain plot, the times of each rank, results, the parts of each
+    run, and differences of configuration and environment: between runs, or, for a single run, from
+    the defaults. The command needs plotly.
 
     Examples:
       hpctrain report runs/digits

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
     """Connect the ranks of the launch; yield the communicator and a progress bar.
 
-    A single process gets None and does not load MPI.
+    A process without other ranks gets None as communicator and does not load MPI.
 
     Raises:
         MismatchError: the block raised a ``DataError`` on all ranks; rank 0 prints the error, and
@@ -39,7 +39,7 @@ def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
 
 
 class ToolBar(Bar):
-    """Progress bar of rank 0. The other ranks have equal shares of the work."""
+    """Progress bar of rank 0; all ranks have equal shares of the work."""
 
     def __init__(self, verb: str, comm: "Communicator | None") -> None:
         # The amount of work is unknown before ``start``, so the bar has no length.

@@ -39,8 +39,8 @@ def shim(
 
     `horovod`, `horovod.torch` and the modules below them are implemented by hpctrain, in this
     process and in Python processes that it starts, also where Horovod is installed. Everything
-    else is as with `python SCRIPT`. A name that hpctrain lacks is an error with a remedy;
-    `hpctrain guide migrate` has a row for every name.
+    else behaves as with `python SCRIPT`. A name that hpctrain lacks is an error with a remedy;
+    the table in `hpctrain guide migrate` lists every name.
 
     With HPCTRAIN_ENGINE=horovod an installed Horovod transfers the data.
 

@@ -26,10 +26,10 @@ def status(
 ) -> None:
     """Print the state of a run: waiting, running, stopped or finished.
 
-    The last record of a run shows the reason of its end; for a script without hpctrain train, the
-    exit code of the last job does. The exit code of a launcher is less reliable: it may be 0 after
-    a node was lost. If Slurm is available, its queue shows since when a job waits or runs, the
-    reason, and the expected start.
+    The last record of a run shows the reason of its end. For a script without hpctrain train, the
+    exit code of the last job shows the reason. The exit code of a launcher is less reliable: it
+    may be 0 after a node was lost. If Slurm is available, its queue shows since when a job waits
+    or runs, the reason, and the expected start.
 
     The exit code is
 
@@ -83,7 +83,7 @@ def _inspect(directory: Path) -> tuple[str, int]:
 
 
 def _queued(directory: Path) -> tuple[int, str]:
-    """Return a pending or running job of the run and its state; empty without such a job."""
+    """Return the number and state of a pending or running job of the run; (0, "") if none."""
     try:
         jobs = scheduler.jobs_of(directory) or scheduler.jobs_of(directory.parent)  # of an array
         jobs = sorted({*jobs, *_known(directory)})

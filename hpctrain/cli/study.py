@@ -192,8 +192,8 @@ def report(
 ) -> None:
     """Write the page report.html and figures as PNG and SVG, and print a summary.
 
-    The page needs no network. Its checklist names the rules for performance reports that the study
-    follows, and the missing facts for the others.
+    The page can be read without a network. Its checklist shows the rules for performance reports
+    that the study follows; for each other rule, it shows which facts are missing.
 
     Examples:
       hpctrain study report studies/digits-strong
@@ -242,7 +242,7 @@ def compare(
 def _describe(
     found: "Study", attempts: "list[PointRepeat]", seconds_per_point: float | None
 ) -> None:
-    """Print the points to measure, an example of a command line, and the expected cost."""
+    """Print the points to measure, an example command line, and the expected cost."""
     cores, hosts = found.config.study.cores, found.config.study.hosts
     counts = Counter(each.text for each in sorted(attempts, key=lambda each: each.layout))
     for text, repeats in counts.items():
@@ -266,7 +266,7 @@ def _describe(
 
 
 def _submit(found: "Study", attempts: "list[PointRepeat]", options: StudyOptions) -> None:
-    """Submit a job for each repeat, and a job that writes the report after these jobs."""
+    """Submit a job for each repeat, and a job that writes the report after all repeats."""
     if not attempts:
         typer.echo("everything is measured")
         return

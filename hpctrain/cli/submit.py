@@ -68,7 +68,7 @@ class JobOptions:
 
     @property
     def directory(self) -> str:
-        """The run directory as written in the script."""
+        """Run directory, as written in the script: shell variables are not expanded."""
         return f"{self.folder}/$SLURM_ARRAY_TASK_ID" if self.is_array else str(self.folder)
 
     @property
@@ -77,7 +77,7 @@ class JobOptions:
         return f"{self.folder}/slurm-{'%A_%a' if self.is_array else '%j'}.out"
 
     def check_free(self, after: str) -> None:
-        """Raise an error if another job uses this run, or the run is finished.
+        """Raise an error if another job uses the run of this job, or if the run is finished.
 
         ``after`` names the jobs that this job waits for.
         """
@@ -239,9 +239,9 @@ class SubmitOptions:
 def submit(options: SubmitOptions) -> None:
     """Write a batch script for Slurm, check it and submit it.
 
-    After -- follows your own command instead of a configuration. The command gets the run
-    directory in the variable RUN_DIRECTORY; hpctrain.should_stop() returns True when the command
-    must save its state and exit with code 85.
+    Your own command, instead of a configuration, follows after --. The variable RUN_DIRECTORY
+    contains the run directory for the command. When hpctrain.should_stop() returns True, the
+    command must save its state and exit with code 85.
 
     The batch script is written into the run directory: output_dir of the configuration, or
     runs/NAME. A stopped run in that directory is continued. Before the job is queued, the script
@@ -300,9 +300,9 @@ def submit(options: SubmitOptions) -> None:
 def _share_of_node(
     partition: str | None, tasks: int, mem: str | None
 ) -> tuple[int | None, str | None]:
-    """Return the CPUs per task and the memory with which the ranks use a complete node.
+    """Return the CPUs per task and the memory that let ``tasks`` ranks use a complete node.
 
-    Where Slurm does not describe its nodes, ``mem`` is returned unchanged.
+    If Slurm does not describe its nodes, the result is None and the unchanged ``mem``.
     """
     shape = scheduler.node_shape(partition)
     cpus = shape.cpus_per_task(tasks) if shape is not None else 0
@@ -327,7 +327,7 @@ def _list_templates() -> None:
 
 
 def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[str]:
-    """Return the command of a job. Raises ``ConfigError``: it cannot run."""
+    """Return the command of a job. Raises ``ConfigError`` if the command cannot run."""
     if overrides:
         raise ConfigError(
             f"--set must be used with a configuration, got --set {overrides[0]} and the command "
@@ -353,8 +353,8 @@ def _default_template(settings: "BatchSettings") -> str:
 def check(script: str, made: Path, *, needs_slurm: bool = True) -> None:
     """Print the faults of a script and the test result of Slurm; exit with 1 on errors.
 
-    ``made`` is the directory that hpctrain creates. Without ``needs_slurm``, a missing Slurm is a
-    note.
+    ``made`` is the directory that hpctrain creates before the job starts. Without ``needs_slurm``,
+    a machine without Slurm is a note, not an error.
     """
     findings = lint.lint(script, facts=lint.gather(made=made))
     for finding in (each for each in findings if each.level != "ok"):
@@ -396,5 +396,5 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
 
 
 def _without_index(override: str) -> str:
-    """Return a path with the first index of a job array, as only the job knows its index."""
+    """Replace the index of a job array by 0 in an override: only the job knows its index."""
     return re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", override)

@@ -41,8 +41,9 @@ def top(
     ended, or on Ctrl-C, which does not affect the job. For scripts: hpctrain status.
 
     The times of a rank, in ms, are means over the last steps: computation, waiting for other ranks
-    and their messages, input, and checkpoints. The slowest rank computes and reads longest. A rank
-    is slow persistently in five of the last ten records, else temporarily.
+    and their messages, input, and checkpoints. The slowest rank is the one with the longest
+    computation and input. A rank is called persistently slow if it was slow in at least five of
+    the last ten records, else temporarily slow.
 
     Examples:
       hpctrain top runs/digits
@@ -130,7 +131,7 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
 
 
 def _state(view: "RunView") -> str:
-    """Return the state of the run, and the state of the process that runs its job."""
+    """Return a text with the state of the run and the state of the process that runs its job."""
     age = "" if view.heartbeat_age_s is None else f" for {format_seconds(view.heartbeat_age_s)}"
     if view.status.state == "finished" or view.life == "none":
         return view.status.what

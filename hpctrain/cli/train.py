@@ -56,13 +56,13 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Train the model that a TOML file describes, on all ranks of the launch.
 
-    SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, the end of its time limit or a file STOP in the run directory
-    stops the run after the present step: the run saves its state and exits with code 85. A second
-    signal ends the run at once.
+    SIGTERM, SIGUSR1, SIGHUP, Ctrl-C, the end of the time limit, or a file STOP in the run
+    directory stops the run after the current step: the run saves its state and exits with code 85.
+    A second signal ends the run at once.
 
-    One job at a time writes into a run directory. A second job waits one minute for the first,
-    so that a requeued job also starts after a kill; then the second job exits and names the first
-    job.
+    One job at a time writes into a run directory. A second job waits one minute for the first
+    job to end, so that a requeued job can start after a kill. After this minute, the second job
+    exits, and its error names the first job.
 
     Values are taken from --set, then HPCTRAIN_* variables, then the file, then the defaults.
 

@@ -20,8 +20,9 @@ class Load(NamedTuple):
     """Messages, bytes and seconds of the busiest rank or link in an all-reduce.
 
     The time of the operation is the sum over all fields, each multiplied by a parameter of the
-    machine; no work overlaps. The time is linear, so the parameters can be fitted to measured
-    times. The work of processors is multiplied by the number of ranks that share a core.
+    machine: the model assumes no overlap. The time is linear in the parameters, so they can be
+    fitted to measured times. The work of processors is multiplied by the number of ranks that
+    share a core.
     """
 
     node_rounds: float = 0.0  # messages inside a node
@@ -41,7 +42,7 @@ class Load(NamedTuple):
 
 
 def seconds_of_one(machine: Machine) -> Load:
-    """Return the seconds per unit of each field of a load on a machine."""
+    """Return, for each field of ``Load``, the seconds that one unit takes on a machine."""
     node, network = machine.node, machine.network
     links = node.latency_s, 1 / node.bytes_per_s, network.latency_s, 1 / network.bytes_per_s
     return Load(*links, 1 / machine.handle_bytes_per_s, 1 / machine.reduce_bytes_per_s, 1.0)
@@ -66,7 +67,7 @@ CODECS = {
 def codec_cost(name: str) -> CodecCost:
     """Return the cost of a codec: one of ``CODECS``, or ``NAME:BYTES:SECONDS``.
 
-    BYTES are per element, SECONDS are processor time per byte of the message.
+    BYTES is the encoded size of an element; SECONDS is the processor time per byte of message.
 
     Raises:
         ConfigError: the name has neither form.
@@ -136,7 +137,7 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
 
 
 def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
-    """Return the load of an algorithm in rounds: the slowest message of each round counts."""
+    """Return the load of an algorithm in rounds, summed over the slowest message of each round."""
     each = _of_one_byte(algorithm, shape, rails)._asdict().items()
     return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
@@ -192,7 +193,7 @@ def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, fl
 
 
 def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
-    """Return the loads of codec and node memory, before and after the messages between nodes."""
+    """Return two loads of codec and node memory: before and after the messages between nodes."""
     local, codec, before, after = machine.ranks_per_node, codec_cost(way.codec), Load(), Load()
     rails = min(way.rails, local)
     if machine.nodes > 1 or (local > 1 and not rails):
@@ -209,7 +210,7 @@ def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
 
 
 def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
-    """Return the fastest algorithm and number of rails between nodes; ``slices`` on one node."""
+    """Return the fastest algorithm and number of rails; the algorithm ``slices`` for one node."""
     local = machine.ranks_per_node
     if machine.nodes == 1:
         return Way("slices", rails=1)
@@ -234,11 +235,12 @@ def bound(machine: Machine, num_bytes: float) -> Load:
 def parameter_server(
     machine: Machine, num_bytes: float, servers: int, *, largest: float = 0.0
 ) -> Load:
-    """Return the load of the busiest parameter server; receive and send are equal.
+    """Return the load of the busiest parameter server, which receives as many bytes as it sends.
 
-    Every rank sends a share of the gradients to each server and receives as many bytes of
-    parameters. Servers run on nodes that also train, at most one per node; ``largest`` is the
-    largest tensor in bytes, because a tensor is stored on one server.
+    Every rank sends a share of the gradients to each server, and receives as many bytes of
+    parameters from this server. Servers run on nodes that also train, at most one per node. Each
+    tensor is stored on a single server, so a share has at least the size of the largest tensor,
+    ``largest`` in bytes.
     """
     if not 1 <= servers <= machine.nodes:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Optimal checkpoint interval and fraction of useful time under node failures.
 
-The module has formulas and a simulation. Nodes fail independently of each other and of their age,
-also during restarts. A failure loses all work since the last complete checkpoint.
+The module has formulas and a simulation. Each node fails independently of other nodes and of its
+age, also during restarts. A failure loses all work since the last complete checkpoint.
 
 Sources: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps";
 Vaidya 1997, "Impact of checkpoint latency on overhead ratio of a checkpointing scheme".
@@ -22,9 +22,9 @@ _NUM_FAILURES = 100_000  # number of simulated failures to average over
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Return the optimal seconds of computation between two checkpoints (equation 37).
 
-    The result is ``mtbf_s`` if a checkpoint costs at least twice as much. The cost of a checkpoint
-    that is written in the background is the time in which training is blocked, not the time until
-    the checkpoint is on disk (Vaidya).
+    The result is ``mtbf_s`` if a checkpoint takes at least twice as long as ``mtbf_s``. The cost
+    of a checkpoint that is written in the background is the time in which training is blocked, not
+    the time until the checkpoint is on disk (Vaidya).
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -59,7 +59,7 @@ def simulate_run(
 ) -> SimulatedRun:
     """Simulate a run of ``work_s`` seconds of work with a checkpoint after each ``interval_s``.
 
-    The same ``seed`` gives the same run.
+    The same ``seed`` gives the same failures.
 
     Raises:
         ConfigError: the interval is not above 0.

@@ -87,7 +87,7 @@ def write_points(path: Path, points: Sequence[Point], **facts: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted parameters of a machine, and the errors of the predicted times."""
+    """Fitted parameters of a machine, and the errors of the times that they predict."""
 
     points: tuple[Point, ...]
     per_unit: Load
@@ -112,8 +112,8 @@ class Fit:
     def machine(self) -> Machine:
         """Return the largest of the measured machines, with the fitted parameters.
 
-        A rate is infinite if its fitted cost is zero. Links that no point used keep their
-        defaults.
+        A rate is infinite if its fitted cost is zero. Links that no point used have
+        default values.
         """
         largest = max(self.points, key=lambda point: (point.nodes, point.ranks_per_node))
         found, unit = largest.shape, self.per_unit

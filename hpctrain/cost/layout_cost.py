@@ -1,12 +1,13 @@
 """Cost of a layout of a transformer over ranks: memory, bytes on links, time of a step.
 
-Ranks are placed as in ``hpctrain.parallel``: tensor parallel groups are neighbours, followed by
-context, pipeline and data parallel groups. A tensor parallel group also splits the sequence, so
-that the group gathers and scatters instead of summing; stages alternate between forward and
-backward of micro-batches, and the first stages have one more layer if the layers do not divide.
-Unequal stages can be faster than predicted, by the time in which the slowest stage does not wait.
-On shared cores, waiting ranks yield the core, and messages use cores that could compute: nothing
-hides them.
+Ranks are placed as in ``hpctrain.parallel``: ranks of a tensor parallel group are neighbours;
+context, pipeline and data parallel groups have increasing distances. A tensor parallel group also
+splits the sequence, so the group uses all-gather and reduce-scatter instead of all-reduce.
+Pipeline stages alternate between forward and backward of micro-batches. If the number of layers is
+not a multiple of the number of stages, the first stages have one more layer; the real step can
+then be faster than predicted, by the time in which the slowest stage does not wait. If ranks share
+cores, waiting ranks yield the core, and messages use cores that could compute, so no messages
+overlap with computation.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
@@ -71,7 +72,7 @@ class Memory(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Seconds of a step by cause; communication counts if computation does not hide it."""
+    """Seconds of a step by cause, without communication that overlaps with computation."""
 
     compute_s: float
     recompute_s: float
@@ -109,9 +110,9 @@ class Group(NamedTuple):
 
 
 def inside(ranks_per_node: int, inner: int, size: int) -> int:
-    """Return the least number of consecutive blocks of ``inner`` ranks that share a node.
+    """Return the number of consecutive blocks, each of ``inner`` ranks, that surely share a node.
 
-    A group has ``size`` such blocks.
+    A group of ranks consists of ``size`` blocks.
     """
     return math.gcd(ranks_per_node // inner, size) if ranks_per_node % inner == 0 else 1
 
@@ -167,7 +168,7 @@ class Placed:
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
     def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
-        """Return the numbers of micro-batches whose activations the first and last stage store."""
+        """Return how many micro-batches' activations the first and the last stage store."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
             return (min(num_micro, pp),) * 2
@@ -177,7 +178,7 @@ class Placed:
         return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
 
     def memory(self, one: ParallelLayout) -> Memory:
-        """Return the memory of the first or the last stage, whichever needs more."""
+        """Return the memory of the stage that needs more memory: the first or the last."""
         model, ranks = self.model, self.data.size
         zero = one.zero if ranks > 1 else 0  # ZeRO has no effect in a group of one rank
         in_flight = self._in_flight(one)
@@ -308,7 +309,7 @@ class Placed:
         return times * exposed(scatter_s, backward_s) + exposed(gather_s, forward_s)
 
     def load(self, one: ParallelLayout) -> Load:
-        """Return the load of the links of the busiest rank in a step, with hidden messages."""
+        """Return the load of the busiest rank's links in a step, including overlapped messages."""
         num_micro, model, most = self.micro_batches(one), self.model, self._most
         tensor, context = self._loads(one, most * num_micro)
         times = 2 * one.virtual - (one.pp == 2) if one.pp > 1 else 0

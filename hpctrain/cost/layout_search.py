@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit into memory, with the reasons against the others."""
+"""Search for the fastest layouts that fit into memory; count the reasons against other layouts."""
 
 import heapq
 import math
@@ -50,7 +50,7 @@ class LayoutRules(CheckedFields):
             checked(name, value, keys[name].hint)
 
     def limit(self, machine: Machine) -> float:
-        """Return the memory limit of a rank for the modelled bytes."""
+        """Return the bytes of a rank's memory that the modelled tensors may use."""
         return self.memory_part * machine.memory_bytes
 
 
@@ -65,7 +65,7 @@ class LayoutChoice:
 
     @property
     def load(self) -> Load:
-        """Load of the links of the busiest rank in a step, including hidden messages."""
+        """Load of the busiest rank's links in a step, including overlapped messages."""
         return self.placed.load(self.layout)
 
     @property
@@ -90,8 +90,9 @@ def best_layouts(
 ) -> LayoutAdvice:
     """Return the ``keep`` fastest layouts that fit into memory.
 
-    The result counts the reasons against the other layouts. Among equally fast layouts, the search
-    prefers larger pieces, which processors compute faster, then less memory, then fewer divisions.
+    The result also counts the reasons against the other layouts. Among equally fast layouts, the
+    search prefers larger pieces per rank, because processors compute larger pieces faster; then
+    less memory; then fewer divisions.
 
     Raises:
         ConfigError: no layout obeys the rules, or no layout fits into memory.
@@ -141,7 +142,7 @@ def _rounded(value: float) -> float:
 
 
 def _reason(terms: Terms, best: Terms) -> str:
-    """Return the reason against a layout: the term that exceeds the best layout most."""
+    """Return the reason against a layout: the term that adds most time to the best layout."""
     if _rounded(sum(terms)) == _rounded(sum(best)):
         return "equally fast, with smaller pieces or more memory"
     more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}
@@ -149,7 +150,7 @@ def _reason(terms: Terms, best: Terms) -> str:
 
 
 class _Space:
-    """Meshes of the ranks of a machine: divisions into tensor, pipeline, data, context axes.
+    """All divisions of a machine's ranks into tensor, pipeline, data and context axes (meshes).
 
     ``placed`` contains the meshes that obey the rules. ``broken`` counts the other meshes by the
     first violated rule.
@@ -186,7 +187,7 @@ class _Space:
         return next((rule for rule, is_broken in broken.items() if is_broken), "")
 
     def _orders(self, one: ParallelLayout, micro_batch: int) -> list[tuple[int, str]]:
-        """Return the pairs of stages per rank and schedule that torch supports for the batch."""
+        """Return the pairs (stages per rank, schedule) that torch supports for the batch."""
         found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
         # torch interleaves in rounds of pp micro-batches.
         if pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0:
@@ -203,10 +204,10 @@ class _Space:
         ]
 
     def variants(self) -> Iterator[tuple[Placed, Callable[..., ParallelLayout], list[int]]]:
-        """Yield layouts without a micro-batch, each with the possible sizes of the micro-batch.
+        """Yield all layouts, grouped by everything except the size of the micro-batch.
 
-        An item has the mesh, a function of the keyword ``micro_batch`` that returns the layout,
-        and the sizes, smallest first. Equivalent layouts are omitted.
+        An item has the mesh, a function that returns the layout for the keyword argument
+        ``micro_batch``, and the possible sizes, smallest first. Equivalent layouts are omitted.
         """
         fixed = {name: [value] for name, value in self.rules.fixed.items()}
         modes = [

@@ -18,7 +18,7 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 
     Args:
         small: batch size and mean squared norm of gradients of this size.
-        large: the same for a larger batch.
+        large: batch size and mean squared norm of gradients of a larger batch.
 
     Returns:
         S / G2, the batch size at which noise and gradient have equal norm.
@@ -44,8 +44,8 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
     """Return the samples that training with ``batch`` needs to reach a given loss.
 
-    Training with very small batches needs ``samples`` samples. The number doubles at a batch of
-    ``noise_scale`` (equation 2.11).
+    Training with very small batches needs ``samples`` samples. A batch of ``noise_scale`` samples
+    doubles this number (equation 2.11).
     """
     return samples * (1 + batch / noise_scale)
 
@@ -62,7 +62,7 @@ def most_local_steps(num_steps: float, ranks: int, rank_batch: float) -> float:
 def fewest_rounds(condition: float, accuracy: float) -> float:
     """Return a lower bound of the rounds in which ranks with different data minimize a loss.
 
-    The bound holds up to a constant factor, for smooth, strongly convex losses with this condition
-    number, until the excess loss has decreased by the factor ``accuracy``.
+    The bound holds up to a constant factor for smooth, strongly convex losses with the condition
+    number ``condition``. The rounds end when the excess loss is multiplied by ``accuracy``.
     """
     return math.sqrt(condition) * math.log(1 / accuracy)

@@ -44,7 +44,7 @@ class MachineShape(CheckedFields):
         return self.nodes * self.ranks_per_node
 
     def turns(self, at_work: int) -> float:
-        """Return the slowdown of a rank while ``at_work`` ranks of a node compute."""
+        """Return the slowdown factor of a rank while ``at_work`` ranks of a node compute."""
         return max(1.0, self.ranks_per_core * at_work / self.ranks_per_node)
 
 
@@ -100,8 +100,8 @@ class MachineFailures(CheckedFields):
 class Machine(MachineFailures, MachineProcessors, MachineLinks, MachineShape):
     """A machine of identical nodes.
 
-    Links transfer in both directions concurrently. ``node`` is not used with one rank per node,
-    and ``network`` is not used with one node.
+    Links transfer in both directions concurrently. The link ``node`` is not used with one rank per
+    node, and the link ``network`` is not used with one node.
 
     Raises:
         ConfigError: a value is out of the range of its field.

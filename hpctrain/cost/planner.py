@@ -43,7 +43,7 @@ class Goal(CheckedFields):
     """Allowed codecs, see ``collectives.codec_cost``; ``none`` is always allowed."""
 
     def samples_at(self, batch: int) -> float:
-        """Return the samples that a training with another batch size needs for the goal."""
+        """Return the samples that training with batch size ``batch`` needs to reach the goal."""
         tiny = self.samples / (1 + self.batch / self.noise_scale)
         return samples_needed(tiny, self.noise_scale, batch)
 
@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """Seconds until the goal, with a penalty for a codec and for local steps."""
+        """Seconds until the goal is reached, with a penalty for a codec and for local steps."""
         departures = (self.way.codec != "none") + (self.local_steps > 1)
         return self.seconds / GAIN**departures
 
@@ -96,7 +96,7 @@ class Payoff:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Result of the planner: the best candidates, and the benefit of nodes and codecs."""
+    """Result of the planner: the best candidates, and the benefit of more nodes and of codecs."""
 
     best: Candidate
     next_best: tuple[Candidate, ...]  # three more: first the best with another codec or method
@@ -199,9 +199,9 @@ def _fastest(machine: Machine, model: Model, codec: str) -> Way:
 
 
 def _local_steps(machine: Machine, goal: Goal, batch: int) -> list[int]:
-    """Return the powers of two of local steps that converge as fast as one local step.
+    """Return the numbers of local steps, powers of two, that converge as fast as one local step.
 
-    The limit is ``most_local_steps``, which was proved for convex losses.
+    The largest number is ``most_local_steps``, a limit that was proved for convex losses.
     """
     share, num_steps = batch / machine.num_ranks, goal.samples_at(batch) / batch
     most = min(goal.max_local_steps, most_local_steps(num_steps, machine.num_ranks, share))

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 def members(machine: MachineShape, rails: int) -> Indices:
-    """Return the groups that reduce between nodes, one per row: rails, or all ranks."""
+    """Return the groups of ranks that reduce between nodes, one per row: rails or all ranks."""
     ranks = np.arange(machine.num_ranks)
     return ranks.reshape(machine.nodes, -1)[:, :rails].T if rails else ranks[None]
 
@@ -48,7 +48,7 @@ def phases(
     All rails communicate concurrently.
 
     Returns:
-        For each phase its steps, its ``lead``, and whether a round waits for its sends.
+        For each phase: its steps, its ``lead``, and True if each round waits for its own sends.
     """
     groups = members(machine, rails)
     size = groups.shape[1]

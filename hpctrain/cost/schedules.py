@@ -1,13 +1,13 @@
 """All-reduce algorithms between nodes as schedules of messages, for execution and for simulation.
 
-Arguments ``rank`` are the number of one rank, for the execution in
-``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.simulate``.
-Docstrings state times for N ranks, a message of m bytes, a latency of a seconds and b seconds per
-byte. Not collective.
+The argument ``rank`` of a function is either the number of one rank, for the execution in
+``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.simulate``. The
+docstrings state times for N ranks and a message of m bytes, where the latency is a seconds and
+each byte takes b seconds. Not collective.
 
 Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations
-in MPICH"; of the ring, Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"; of two trees, Sanders, Speck and Träff 2009, "Two-tree algorithms for
+in MPICH"; for the ring, Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations"; for two trees, Sanders, Speck and Träff 2009, "Two-tree algorithms for
 full bandwidth broadcast, reduction and scan", similar to the double trees of NCCL.
 """
 
@@ -71,7 +71,7 @@ def even_cut(numel: int, num_pieces: int) -> list[int]:
 
 
 def halved_cut(numel: int, num_pieces: int) -> list[int]:
-    """Return the bounds of pieces of a message that is halved repeatedly."""
+    """Return the bounds of the pieces if a message is halved repeatedly."""
     bounds = [0, numel]
     while len(bounds) <= num_pieces:
         bounds = [0] + [b for start, stop in pairwise(bounds) for b in ((start + stop) // 2, stop)]
@@ -113,7 +113,7 @@ class Fold(NamedTuple):
 
 
 def fold(rank: Each, size: int) -> Fold:
-    """Return the pairs that reduce ``size`` ranks to a power of two, and the place of ``rank``."""
+    """Return the pairs that reduce ``size`` ranks to a power of two, as seen by ``rank``."""
     power = _power_below(size)
     num_pairs = size - power
     paired = rank < 2 * num_pairs
@@ -130,8 +130,8 @@ def _choose(condition: Any, yes: Each, no: Each) -> Each:
 def _doubling(rank: Each, size: int) -> Iterator[Round]:
     """Yield recursive doubling: in round k partners at distance 2^k exchange their partial sums.
 
-    The time is about log2(N) (a + m b), and two more rounds if N is not a power of two. Both
-    partners combine the data of the lower rank first, so their results are bitwise equal.
+    The time is about log2(N) (a + m b); two more rounds are needed if N is not a power of two.
+    Both partners combine the data of the lower rank first, so their results are bitwise equal.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -151,8 +151,8 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
     """Yield a reduce-scatter by recursive halving, then an all-gather in the reverse order.
 
     The time is about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of
-    bytes. For other N, pairs add 3 rounds and up to 3/2 m b, to combine the data of the odd ranks
-    and to send them the result.
+    bytes. For other N, the fold adds 3 rounds and up to 3/2 m b: each pair first combines its
+    data on the even rank; finally the even rank sends the result to the odd rank.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -226,8 +226,8 @@ def _double_tree(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     """Yield two binary trees: each reduces and then broadcasts one half of the message.
 
     Segments are pipelined. No rank has children in both trees, so a rank sends and receives the
-    message at most twice. The first segment of s bytes takes 4 log2(N) (a + s b), all of them
-    another 4 to 5 m b.
+    message at most twice. The first segment of s bytes takes 4 log2(N) (a + s b); the other
+    segments take 4 to 5 m b more.
 
     Differs: messages are not coloured by rounds, so segments take 4 m b instead of 2 m b; all
     ranks belong to both trees, whose roots differ.
@@ -263,7 +263,7 @@ def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
 
 
 def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
-    """Yield, for each level of parents, the rounds of the first segment towards both roots.
+    """Yield, for each tree level, the rounds that send the first segment up both trees.
 
     Parents in one tree receive from their second child while parents in the other tree receive
     from their first child. A leaf of both trees therefore never sends two messages at once.
@@ -282,7 +282,7 @@ def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
 
 
 def _up(rank: Each, size: int, tree: int, level: int, child: int) -> tuple[Each, Each]:
-    """Return destination and source of a message to a parent at this level of one tree."""
+    """Return destination and source of a rank's message to a parent at ``level`` of one tree."""
     place = tree_place(rank, size, tree)
     above = tree_place(place.parent, size, tree)
     is_next = (above.level_bit == 1 << level) & (above.children[child] == rank)
@@ -291,7 +291,7 @@ def _up(rank: Each, size: int, tree: int, level: int, child: int) -> tuple[Each,
 
 
 class TreePlace(NamedTuple):
-    """Parent and children of a rank in one of two trees."""
+    """Parent and children of a rank in one of the two trees."""
 
     parent: Each  # ``NOBODY`` for the root
     children: tuple[Each, Each]  # lower rank first; ``NOBODY`` if absent
@@ -301,9 +301,9 @@ class TreePlace(NamedTuple):
 def tree_place(rank: Each, size: int, tree: int) -> TreePlace:
     """Return parent and children of a rank in tree 0 or 1.
 
-    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. Tree 1 is its
-    mirror image if the number of ranks is even, and tree 0 shifted by one rank otherwise. In both
-    cases no rank has children in both trees.
+    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. Tree 1 is the
+    mirror image of tree 0 if the number of ranks is even, and tree 0 shifted by one rank if the
+    number is odd. In both cases no rank has children in both trees.
     """
 
     def rank_of(number: Each) -> Each:

@@ -31,14 +31,14 @@ def allreduce_times(
 ) -> Times:
     """Return the time at which each rank has the sum over all ranks.
 
-    Codec and node memory, before and after the messages, take the time of the formula in
-    ``collectives.around``; ranks of a node synchronize before and after the messages.
+    The times of codec and node memory, before and after the messages between nodes, are computed
+    by ``collectives.around``. Ranks of a node synchronize before and after these messages.
 
     Args:
         way: algorithm, rails and codec.
         num_bytes: length of the message.
         machine: ranks and links.
-        start: time in seconds at which each rank calls; 0 by default.
+        start: time in seconds at which each rank starts the all-reduce; 0 by default.
 
     Returns:
         The time in seconds for each rank.
@@ -73,7 +73,7 @@ def _started(start: Times | None, machine: Machine) -> Times:
 
 
 def _synchronized(times: Times, machine: Machine, rails: int) -> Times:
-    """Return the latest time of each node for its ranks if there are rails, else ``times``."""
+    """With rails, replace each time by the latest time of its node; else return ``times``."""
     if not rails:
         return times
     return np.repeat(times.reshape(machine.nodes, -1).max(axis=1), machine.ranks_per_node)
@@ -140,7 +140,7 @@ class _Clocks:
 
 
 def _growth(pairs: Iterable[tuple[Times, Times]]) -> float | None:
-    """Return the increase of the times in a round if it is equal for all times, else None.
+    """Return the increase of all times in a round, or None if the increases differ.
 
     After an equal increase, all later rounds of this kind take the same time.
     """

@@ -44,7 +44,7 @@ class Model(CheckedFields):
         return max(1, math.ceil(self.num_bytes / self.bucket_bytes))
 
     def left_s(self, rank_share: float, done: float) -> float:
-        """Return the seconds of backward that remain when a fraction ``done`` of gradients exists.
+        """Return the seconds of backward that remain after a fraction ``done`` of the gradients.
 
         The backward pass of the last batch computes gradients at a constant number of bytes per
         second.
@@ -76,7 +76,7 @@ def lateness(machine: Machine, local_steps: int = 1) -> float:
     """Return the expected computing time of the slowest rank, relative to a rank without delay.
 
     Computing times are log-normal with the machine's jitter; the result is accurate to about 1 %.
-    The jitter of a rank averages out over ``local_steps``. All ranks wait for a slow node.
+    The jitter of a rank averages out over ``local_steps`` steps. All ranks wait for slow nodes.
 
     Source: Blom 1958, "Statistical estimates and transformed beta-variables", for the expected
     maximum of normal values.
@@ -93,9 +93,9 @@ def step_time(
 ) -> StepTime:
     """Return the predicted time of a step in which each rank processes ``rank_share`` samples.
 
-    With one local step, gradients are summed in buckets, during backward if ``model.overlap`` is
-    set; the last bucket is not overlapped. With more, parameters are averaged once per
-    ``local_steps`` steps, without overlap.
+    With one local step, gradients are summed in buckets. If ``model.overlap`` is set, all buckets
+    except the last are summed during backward. With more local steps, parameters are averaged once
+    per ``local_steps`` steps, without overlap.
     """
     compute_s, buckets = rank_share / model.samples_per_s, model.num_buckets
     sum_s = buckets * allreduce(machine, model.num_bytes / buckets, way).seconds(machine)
@@ -118,8 +118,8 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
 
     A rank starts a step when it has the sums of the previous step; the number of steps is rounded
     up to a multiple of ``local_steps``. Buckets are sent one after another. The computing time of
-    a rank in a step is a random number with the ``jitter`` of the machine, and multiplied by
-    ``slow_factor`` on slow nodes. The same ``seed`` returns the same times.
+    a rank in a step is a random number with the ``jitter`` of the machine; on slow nodes
+    this number is multiplied by ``slow_factor``. The same ``seed`` returns the same times.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps must be at least 1, got {num_steps}")

@@ -90,17 +90,17 @@ class Transformer(CheckedFields):
 
     @property
     def embedding(self) -> float:
-        """Parameters of the embedding, or of the output layer."""
+        """Number of parameters of the embedding, which is also that of the output layer."""
         return float(self.vocabulary * self.hidden)
 
     @property
     def embeddings(self) -> float:
-        """Parameters of embedding and output layer; counted once if tied."""
+        """Number of parameters of embedding and output layer; tied parameters count once."""
         return self.embedding * (1 if self.tied else 2)
 
     @property
     def layer_parameters(self) -> float:
-        """Parameters of a layer."""
+        """Number of parameters of a layer."""
         return (self.parameters - self.embeddings) / self.layers
 
     @property
@@ -130,14 +130,14 @@ class Transformer(CheckedFields):
 
     @property
     def output_activations(self) -> float:
-        """Bytes per sample that output layer and last norm store for the backward pass."""
+        """Bytes per sample that the output layer and the last norm store for the backward pass."""
         return (2 * self.parameter_bytes * self.hidden + 4 * self.vocabulary) * self.sequence
 
     def activations(self, recompute: str) -> tuple[float, float]:
-        """Return the stored and the recomputed activation bytes of a layer per sample.
+        """Return the bytes of stored and of recomputed activations of a layer, per sample.
 
-        Recomputed bytes exist for one layer at a time. Both are divided evenly among tensor and
-        context parallel ranks.
+        Recomputed activations exist for one layer at a time. Both numbers are divided evenly among
+        tensor and context parallel ranks.
         """
         elements = self.parameter_bytes / 2 * self.sequence * self.hidden
         linear, kept = 34 * elements, 2 * elements  # bytes of 16-bit training and its masks

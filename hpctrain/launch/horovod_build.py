@@ -80,7 +80,7 @@ def build(
     wheel_dir: Path | None = None,
     force: bool = False,
 ) -> Path:
-    """Install a wheel for the installed torch and MPI; build the wheel unless it exists already.
+    """Install a Horovod wheel for the installed torch and MPI; build a wheel if none exists.
 
     Not collective: a single process builds.
 
@@ -129,7 +129,7 @@ def build(
 
 
 def check(mpi: Mpi) -> None:
-    """Raise ``LaunchError`` with the missing compilers, headers and tools of the build, if any."""
+    """Raise ``LaunchError`` if compilers, headers or tools for the build are missing."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     table = (
         (
@@ -161,7 +161,7 @@ def check(mpi: Mpi) -> None:
 
 
 def mpicxx_of(mpi: Mpi) -> Path | None:
-    """Return the ``mpicxx`` of an MPI library, from its installation or else from PATH."""
+    """Return the path of ``mpicxx`` in the installation of an MPI library, else in PATH."""
     above = mpi.library.resolve().parents[:-1]
     # Names of Debian in /usr/bin, such as mpicxx.openmpi; the plain names are links.
     folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
@@ -171,7 +171,7 @@ def mpicxx_of(mpi: Mpi) -> Path | None:
 
 
 def key_of(mpi: Mpi, torch: str) -> str:
-    """Return the name of the folder of a wheel: all versions that the wheel depends on."""
+    """Return the folder name of a wheel, made of all versions that the wheel depends on."""
     library = mpi.library.resolve()
     is_own = library.is_relative_to(Path(sys.prefix).resolve())
     # Distinguishes MPI libraries of a site, and libraries without a version.
@@ -295,7 +295,8 @@ def _make(mpi: Mpi, folder: Path, report: Report, jobs: int | None) -> Path:
 def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
     """Create a virtual environment for build tools; return its Python and environment variables.
 
-    The environment also imports the packages of this Python, which stays unchanged.
+    Programs in the virtual environment can also import the packages of this Python installation.
+    The installation is not changed.
     """
     tree = scratch / "python"
     venv.create(tree, with_pip=False, symlinks=True)
@@ -310,10 +311,11 @@ def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
 
 
 def _build_variables(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
-    """Write a wrapper of cmake with additional options; return the variables of setup.py.
+    """Write a cmake wrapper script; return the environment variables that ``setup.py`` reads.
 
-    The options set a relative rpath for torch and MPI, so that the wheel can be installed into
-    another environment, and omit the debug information, which takes 45 of 50 MB.
+    The wrapper adds options to cmake. One option sets a relative rpath for torch and MPI, so that
+    the wheel can be installed into another environment. Another option omits the debug
+    information, which takes 45 of 50 MB.
     """
     where = mpi.library.resolve().parent
     if where.is_relative_to(Path(sys.prefix).resolve()):

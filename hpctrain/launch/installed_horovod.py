@@ -16,7 +16,8 @@ _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 def needed_mpi(find: Find = metadata.distribution) -> str | None:
     """Return the MPI library that the installed Horovod loads, such as ``libmpi.so.40``.
 
-    Empty if Horovod has no engine for torch and MPI; None if Horovod is not installed.
+    The result is empty if Horovod was built without torch or MPI, and None if Horovod is not
+    installed.
     """
     try:
         files = find("horovod").files or ()
@@ -30,7 +31,7 @@ _HOROVOD = re.compile(r"^[ \t]*(?:import|from)[ \t]+horovod\b", re.MULTILINE)
 
 
 def without_horovod(argv: Sequence[str]) -> str:
-    """Return a note if a command runs a script with Horovod, and Horovod is not installed."""
+    """Return a note if a command runs a script that uses Horovod, but Horovod is not installed."""
     script = next((word for word in argv if word.endswith(".py")), "")
     try:
         text = Path(script).read_text(encoding="utf-8") if script else ""

@@ -82,7 +82,7 @@ class Holder:
 
     @classmethod
     def here(cls) -> Self:
-        """Return the facts of this process, with a new token."""
+        """Return a holder that describes this process, with a new token."""
         return cls(
             host=node(),
             job=job_id(),
@@ -125,18 +125,19 @@ class Holder:
         return bool(self.job) and self.job == seen_by.job and self.restarts < seen_by.restarts
 
     def describe(self) -> str:
-        """Return job, process and host of the holder in one line."""
+        """Return one line with the job, process and host of the holder."""
         again = f", restart {self.restarts}" if self.restarts else ""
         job = f"job {self.job}{again}, " if self.job else ""
         return f"{job}process {self.pid} on {self.host} (since {self.since})"
 
 
 class Silence:
-    """Measures the time since the last heartbeat of another process, with the local clock.
+    """Measure the time since the last heartbeat of another process, with the local clock.
 
     Args:
-        longest_s: largest time that two consecutive checks add. If more time has passed, the file
-            system or this process was blocked, and possibly the other process too.
+        longest_s: most seconds that are counted between two consecutive checks. A longer pause
+            means that the file system or this process was blocked, and possibly the other process
+            too.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -161,9 +162,10 @@ class Silence:
 class Lease:
     """Lease of this process on a directory.
 
-    A thread of the holder increments a counter in a separate file: a holder that has lost its
-    lease without notice never overwrites the lease of another process. The thread continues while
-    the main thread hangs: the holder keeps the lease until its launcher ends the process.
+    A thread of the holder increments a counter. The counter has its own file, so a holder that has
+    not noticed the loss of its lease never overwrites the lease file of another process. The
+    thread also runs while the main thread hangs, so a hanging process keeps its lease until the
+    launcher ends the process.
 
     Args:
         folder: the directory.
@@ -196,14 +198,14 @@ class Lease:
     def attempt(self, *, force: bool = False) -> str:
         """Try to take the lease, which succeeds if the lease is free or its holder is dead.
 
-        The caller repeats the call every ``look_s`` seconds: longer pauses count as twice
-        ``look_s``, see ``Silence``.
+        The caller repeats the call every ``look_s`` seconds. A pause of more than twice ``look_s``
+        counts as twice ``look_s``, see ``Silence``.
 
         Args:
             force: take the lease also from a living holder, once.
 
         Returns:
-            A text about the holder; empty if this process holds the lease.
+            A description of the other holder; empty if this process holds the lease.
 
         Raises:
             ConfigError: the holder is alive after ``wait_s``.
@@ -222,7 +224,7 @@ class Lease:
         return self._judge(found, passed_s, force=force)
 
     def _judge(self, found: bytes, passed_s: float, *, force: bool) -> str:
-        """Take the lease from a dead holder, return a text about a living holder, or raise."""
+        """Take the lease from a dead holder; describe a living holder, or raise an error."""
         holder = Holder.parse(found)
         who = "a job with an invalid lease file" if holder is None else holder.describe()
         beat = self._folder / f"lease-{holder.token if holder else ''}{BEAT}"
@@ -246,7 +248,7 @@ class Lease:
         )
 
     def _create(self) -> bool:
-        """Create the file exclusively; remove it if it cannot be written completely."""
+        """Create the lease file exclusively; remove it if it cannot be written completely."""
         try:
             file = self._file.open("xb")
         except FileExistsError:
@@ -278,14 +280,14 @@ class Lease:
         return bool(self._loss)
 
     def is_held(self, *, looks: bool = False) -> bool:
-        """Return True if this process holds the lease. The caller checks before each write.
+        """Return True if this process holds the lease. Must be called before each write.
 
         A missing file is a lost lease and is not restored: another job may have taken the lease,
         finished and released it while this process was stopped. If the file cannot be read for
         another reason, the last result is kept, with a warning: the file system may recover.
 
         Args:
-            looks: read the file also if the last check is less than ``look_s`` ago.
+            looks: read the lease file even if the last check was less than ``look_s`` seconds ago.
         """
         with self._lock:
             now = time.monotonic()
@@ -331,7 +333,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Release the lease if this process holds it; a no-op otherwise."""
+        """Release the lease if this process holds the lease; else do nothing."""
         self._ended.set()
         thread, self._thread = self._thread, None
         if thread is not None:

@@ -92,7 +92,7 @@ def command(
 
     Args:
         argv: program and arguments of each rank.
-        num_ranks: ranks to start, without spares.
+        num_ranks: number of ranks to start, not counting spares.
         mpirun: launcher; by default the result of ``find_mpirun``.
         nodes: number of nodes to declare on this host.
         hosts: hosts with their ranks, such as ``"a:2,b:2"``; by default this host, or the hosts
@@ -191,7 +191,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def marks_rank(name: str) -> bool:
-    """Return True if launchers set this variable for their ranks."""
+    """Return True if this environment variable is one that launchers set for ranks."""
     return name.startswith(OUTER) or name in OF_TORCH
 
 
@@ -201,7 +201,7 @@ def on_terminal() -> bool:
 
 
 def ranks_per_node(num_ranks: int, nodes: int) -> int:
-    """Return the ranks of each of ``nodes`` declared nodes; the last node may have fewer.
+    """Return the number of ranks per declared node; the last node may have fewer ranks.
 
     Raises:
         LaunchError: the ranks cannot be divided into this number of nodes.
@@ -271,7 +271,7 @@ def _hydra(
 
 
 def _through(mpirun: Mpirun, interfaces: Sequence[str]) -> list[str]:
-    """Return the options that select network interfaces, for messages and for the launcher."""
+    """Return the mpirun options that select interfaces for messages and for mpirun itself."""
     names = ",".join(interfaces)
     if mpirun.flavour == "openmpi5":
         line = ["--mca", "btl_tcp_if_include", names]
@@ -303,7 +303,7 @@ def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def fills_machine(num_ranks: int) -> bool:
-    """Return True if there are as many ranks as cores, the only case in which ranks are bound.
+    """Return True if there are as many ranks as cores; only then does mpirun bind ranks to cores.
 
     By default Open MPI binds a single rank to one of many cores, and under ``taskset`` to cores
     outside of the affinity mask.
@@ -407,12 +407,12 @@ def guarded(argv: Sequence[str]) -> list[str]:
 
     Hydra, the launcher of MPICH and Intel MPI, ends a job when a process dies by a signal or
     aborts after ``MPI_Init``. If a rank exits with an error before ``MPI_Init``, such as a failed
-    import, Hydra does nothing and the other ranks wait in ``MPI_Init`` forever. The exit code of
-    the command is kept.
+    import, Hydra does nothing and the other ranks wait in ``MPI_Init`` forever. The shell exits
+    with the exit code of the command.
     """
     return ["sh", "-c", _SCRIPT, "rank", *argv]
 
 
 def is_guard(command_line: bytes) -> bool:
-    """Return True if a command line, in the format of /proc, is that of ``guarded``."""
+    """Return True if ``guarded`` created a command line, given in the format of /proc."""
     return command_line.startswith(b"\0".join((b"sh", b"-c", _SCRIPT.encode(), b"rank")))

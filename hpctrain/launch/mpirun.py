@@ -38,10 +38,10 @@ class Mpirun:
 
 
 def find_mpirun(path: str | Path | None = None) -> Mpirun:
-    """Return the ``mpirun`` at ``path``, or else of this environment, or else in PATH.
+    """Return the ``mpirun`` at ``path``; without ``path``, search this environment, then PATH.
 
-    If ``MPI4PY_LIBMPI`` names a library, the mpirun of that library has priority over that of this
-    environment. The flavour is determined by running the program.
+    If ``MPI4PY_LIBMPI`` names a library, the mpirun of that library has priority over the mpirun
+    of this environment. The function runs mpirun to determine the vendor and version.
 
     Raises:
         LaunchError: no mpirun was found.
@@ -67,7 +67,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
 
 
 def identify(path: Path) -> Mpirun:
-    """Return the flavour and version of an ``mpirun``."""
+    """Return an ``mpirun`` with its vendor and version."""
     try:
         done = run_to_end([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:

@@ -43,7 +43,7 @@ class Mpi:
 
     @property
     def label(self) -> str:
-        """Vendor and version as in the version of a wheel: ``openmpi5.0.11``."""
+        """Vendor and version, as written in the version of a wheel: ``openmpi5.0.11``."""
         return f"{self.vendor}{self.version}"
 
     @property
@@ -67,7 +67,7 @@ def needed_pmi(library: Path | None = None) -> str:
 def load(environ: Mapping[str, str] | None = None) -> Mpi:
     """Return the MPI library that mpi4py loads in a process with this environment.
 
-    A separate process loads the library, so that this process stays without MPI.
+    A separate process loads the library, so that this process does not load MPI.
 
     Raises:
         LaunchError: mpi4py is not installed, or finds no MPI library.

@@ -17,8 +17,8 @@ CompletedProgram = subprocess.CompletedProcess[str]  # output and exit code of a
 def resolve(argv: Sequence[str]) -> list[str]:
     """Return a command line that ranks can run with any PATH.
 
-    ``python`` and ``hpctrain`` become the programs of this environment; a Python script runs with
-    this interpreter.
+    The words ``python`` and ``hpctrain`` are replaced by the paths of the programs of this
+    environment. A Python script runs with this interpreter.
 
     Args:
         argv: command line of a user.

@@ -41,7 +41,7 @@ class Launch:
     options: Callable[[str | None], mpiexec.Options]  # by hosts
 
     def line(self) -> list[str]:
-        """Return the command line of mpirun; raises as ``mpiexec.command``."""
+        """Return the command line of mpirun; raise the errors of ``mpiexec.command``."""
         return mpiexec.command(
             resolve(self.words),
             num_ranks=self.num_ranks,
@@ -59,7 +59,7 @@ class Launch:
 
         Raises:
             LaunchError: the command cannot be started, or no host remains for a restart.
-            KeyboardInterrupt: as ``supervise``.
+            KeyboardInterrupt: SIGINT has ended the launch, see ``supervise``.
         """
         limit = time.monotonic() + timeout_s if timeout_s else None
         launch, end = self, self.run_once(limit)
@@ -93,7 +93,7 @@ class Launch:
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
     def run_once(self, limit: float | None) -> LaunchEnd:
-        """Run the command once; end the launch at the time ``limit`` of the monotonic clock."""
+        """Run the command once; end the launch when the monotonic clock reaches ``limit``."""
         rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
         return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)
 

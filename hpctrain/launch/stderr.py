@@ -77,9 +77,9 @@ def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
 
     Args:
         process: mpirun, with a pipe as stderr; this call waits for its end.
-        counts: receives the numbers of lines ``BEGUN``, ``ENDED``, ``FAILED`` and ``LOST``, the
-            exit code that a rank reported (``ENDING``), and the signal that ended a rank
-            (``KILLED``).
+        counts: receives the counts of the lines ``BEGUN``, ``ENDED`` and ``FAILED``, the count of
+            messages about a lost node (``LOST``), the exit code that a rank reported
+            (``ENDING``), and the number of the signal that ended a rank (``KILLED``).
     """
     box: list[bytes] = []
     held = b""  # launcher messages, which may precede the error of a rank
@@ -111,7 +111,7 @@ def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
 
 
 def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines as they arrive, and each error of several ranks once, when it is complete.
+    """Yield each line when it arrives; yield an error of several ranks once, when it is complete.
 
     If a rank that started late writes the same error again, only a note is yielded.
     """

@@ -69,8 +69,8 @@ def supervise(
     The exit code is that of mpirun, except in these cases:
 
     - 124: the launch exceeded ``timeout_s``.
-    - 128 plus the number of a signal, as in a shell: this process received the signal, and the
-      ranks did not stop with another code; or the signal ended a rank.
+    - 128 plus the number of a signal, as in a shell: the signal ended a rank; or this process
+      received the signal, and the ranks neither stopped on request nor exited with 0 or 85.
     - 87: the launch lost a rank. SIGKILL ended the rank, its node is lost, other ranks wait for an
       ended rank in ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
       ``MPI_Finalize``. Also 87 if mpirun returned 0, but the ranks reported their start and not
@@ -114,7 +114,7 @@ def supervise(
 
 
 def _meant(code: int, counts: Counter[str]) -> int:
-    """Return the exit code of the launch for the exit code of mpirun; see ``supervise``."""
+    """Convert the exit code of mpirun to the exit code of the launch; see ``supervise``."""
     if code == counts[KILLED] != 0:
         code += 128  # as in Open MPI and shells
     if counts[ENDING] and code not in (0, STOPPED):
@@ -168,7 +168,7 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
 
 
 class _Ending:
-    """Ends a launch with a sequence of signals up to SIGKILL; each is sent once."""
+    """End a launch with a sequence of signals up to SIGKILL; each signal is sent once."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class _Ending:
             self.after(after_s + i * self.grace_s, step)
 
     def after(self, seconds: float, step: Callable[[], object]) -> None:
-        """Call ``step`` in another thread after ``seconds``, unless ``close`` is called first."""
+        """Call ``step`` in another thread after ``seconds``; ``close`` cancels the call."""
         timer = threading.Timer(seconds, step)
         timer.daemon = True
         timer.start()
@@ -331,8 +331,8 @@ RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
 def can_stop_on_request(pid: int) -> bool:
     """Return True if all ranks below ``pid`` on this host handle SIGUSR1 and SIGTERM.
 
-    A program that handles both can stop at a point of its choice. Other programs end at SIGUSR1,
-    or use it for another purpose.
+    A program that handles both signals can stop at a point of its choice. Other programs end when
+    they receive SIGUSR1, or use this signal for another purpose.
     """
     ranks: dict[bytes, bool] = {}
     for below, rank, _ in _ranks(descendants(pid)):
@@ -358,9 +358,9 @@ SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
 
 
 def gone_before_init(pid: int) -> str:
-    """Return the ranks on this host that ended while ranks below ``pid`` wait in ``MPI_Init``.
+    """Describe the ranks on this host that ended while ranks below ``pid`` wait in ``MPI_Init``.
 
-    The text is empty if there are none. A rank cannot end normally while another rank is in
+    The text is empty if no rank has ended. A rank cannot end normally while another rank is in
     ``MPI_Init``, because ``MPI_Finalize`` waits for all ranks.
     """
     below = list(_below(pid))
@@ -385,7 +385,8 @@ def gone_before_init(pid: int) -> str:
 def late_in_mpi(pid: int) -> str:
     """Describe the MPI call in which ranks below ``pid`` wait, and the ranks that are missing.
 
-    Empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. Ranks of other hosts are unknown.
+    The text is empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. The function cannot see
+    ranks on other hosts.
     """
     names = {each: name_of(each) for each in _below(pid)}
     call = next((name for name in IN_MPI if name in names.values()), "")
@@ -451,7 +452,7 @@ RETRY_S = 0.5  # interval of attempts to read while another program has the term
 
 
 def forward_input(sink: IO[bytes]) -> None:
-    """Forward the input of the terminal to ``sink`` in a thread; close ``sink`` at its end.
+    """Start a thread that copies the terminal input to ``sink``, and closes ``sink`` at its end.
 
     The thread is a daemon, so the process does not wait for it.
     """

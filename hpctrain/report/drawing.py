@@ -1,4 +1,4 @@
-"""Drawing of figures into files by matplotlib; ``templates/report.js`` draws them on a page."""
+"""Drawing of figures into files by matplotlib; ``templates/report.js`` draws figures on a page."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Pat
 
 
 def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = "") -> None:
-    """Draw figures into one file in two columns, with a title above and ``about`` below.
+    """Draw figures in two columns of one file, with a title above and ``about`` below.
 
     The suffix of ``path`` selects the format.
 
@@ -157,7 +157,7 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:
-    """Draw stacked areas over the same values of x."""
+    """Draw areas on top of each other over the same values of x."""
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)

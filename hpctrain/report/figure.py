@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Series of a figure: values (x, y), and ``marks``, the x of vertical lines."""
+    """Series of a figure: values of x and y. The kind ``marks`` draws vertical lines at x."""
 
     name: str
     kind: Kind

@@ -26,7 +26,7 @@ Cell = str | tuple[str, float]
 
 
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
-    """Return an HTML page from fragments of HTML, in which the caller has escaped all names.
+    """Return an HTML page made of HTML fragments; the caller must escape all names in them.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -79,7 +79,7 @@ def figures_html(figures: list[Figure]) -> str:
 
 
 def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Return an HTML table with the id ``name``, whose heads sort the rows on a click."""
+    """Return an HTML table with the id ``name``; a click on a column head sorts the rows."""
     head = "".join(f'<th><button type="button">{escape(each)}</button></th>' for each in heads)
     lines = "\n".join(f"<tr>{''.join(map(_html, row))}</tr>" for row in rows)
     return (
@@ -99,7 +99,8 @@ def text_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]]) -> Table:
 def value_cell(value: Estimate | float | None, form: Callable[[float], str]) -> Cell:
     """Return a cell with a value and its interval.
 
-    If the confidence is below the requested confidence, the cell has the confidence, rounded down.
+    If the interval has less confidence than requested, the cell also shows the confidence, rounded
+    down.
     """
     if value is None:
         return NOTHING

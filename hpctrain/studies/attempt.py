@@ -33,7 +33,7 @@ _GRACE_S, _LOOK_S = 5.0, 0.01
 def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) -> PointRecord:
     """Measure one repeat of a point. A failure is stored in the record, not raised.
 
-    Files and processes of an interrupted measurement of the same repeat are removed first.
+    The function first removes files and processes of an interrupted measurement of this repeat.
     """
     place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
@@ -86,7 +86,7 @@ def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
 def _wait(
     words: Sequence[str], environ: Mapping[str, str], output: Path, timeout_s: float | None
 ) -> int | None:
-    """Run a program, kill its remaining processes and return its exit code; None on timeout."""
+    """Run a program, kill its remaining processes, return its exit code or, on timeout, None."""
     process = None
     with output.open("wb") as file:
         try:  # a signal may interrupt the start of the program
@@ -107,7 +107,7 @@ def _wait(
 
 
 def _remaining_processes(records: Path) -> list[int]:
-    """Return the ids of the processes of a repeat on this host, which have a variable set."""
+    """Return the process ids of a repeat on this host, found by an environment variable."""
     mark = f"{_VARIABLE}={records.absolute()}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,7 +1,8 @@
 """Checklist for reports on performance, computed from the data of a study.
 
 Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15 (twelve
-rules, numbered as there); Bailey, Twelve Ways to Fool the Masses, 1991; rules of MLPerf HPC.
+rules, with the numbers of this paper); Bailey, Twelve Ways to Fool the Masses, 1991; rules of
+MLPerf HPC.
 """
 
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
 
 
 def _unknown(*names: str) -> _Fault:
-    """Return a check that finds the measured repeats without a value for one of the fields."""
+    """Return a check that finds measured repeats in which one of the fields has no value."""
     return _lacking(
         lambda record: any(getattr(record, name) is None for name in names),
         f"no {', '.join(names)}",

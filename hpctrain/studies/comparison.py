@@ -16,9 +16,9 @@ _WHERE = ("cpu", "cores", "host", "versions", "commit")
 class StudyComparison:
     """Ratios of the step times of two studies, second study divided by first.
 
-    At each point an exact rank-sum test decides whether the difference is significant; then the
-    interval of the ratio excludes 1. The probability of a false difference at any point
-    is at most ``alpha`` (Bonferroni correction).
+    At each point, an exact rank-sum test decides whether the difference is significant. The
+    interval of a significant ratio excludes 1. With the Bonferroni correction, the probability of
+    one or more false differences is at most ``alpha``.
 
     Raises:
         DataError: the studies have no common point.
@@ -77,7 +77,7 @@ class StudyComparison:
         )
 
     def summary(self) -> RenderableType:
-        """Return the comparison for a terminal."""
+        """Return the text of the comparison for a terminal."""
         return Group(Text(self.headline), text_table(_HEADS, self._rows), Text(self.method))
 
 

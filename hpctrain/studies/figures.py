@@ -89,7 +89,7 @@ def _cost(summary: PointSummary, seconds: float) -> float:
 
 
 def _by_point(results: StudyResults) -> list[Figure]:
-    """Return the figures of the parts of a step, its bytes, and the learning curves."""
+    """Return the figures of the parts of a step, the bytes of a step, and the learning curves."""
     name = next((each.metric_name for each in results.done if each.metric is not None), None)
     learned, sent = list[Series](), list[Series]()
     how: dict[str, Any] = {"y_label": shown(name or "loss"), "scale": "zoom"}
@@ -143,9 +143,9 @@ def _is_scaling(results: StudyResults) -> bool:
 
 
 def _series(results: StudyResults, field: str, line: _Line | None) -> list[Series]:
-    """Return the series of a field: repeats, medians, and lines of the ideal and the model.
+    """Return the series of a field: repeats, medians, the ideal line and the line of the model.
 
-    Each curve has its own series; a study of one size has one curve. The lines connect measured
+    Each curve has its own series. A study of one size has one curve. The lines connect measured
     points.
     """
     is_scaling, found = _is_scaling(results), []
@@ -184,7 +184,7 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
 
 
 def _measured(summaries: Sequence[PointSummary], field: str) -> str:
-    """Return the text of the legend for medians and their error bars."""
+    """Return the legend text for medians and error bars."""
     kept = [each.efficiency if field in _RATIOS else each.median_of(field) for each in summaries]
     confidences = {
         round(100 * each.confidence, 1) for each in kept if each and each.low != each.high

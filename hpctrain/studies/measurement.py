@@ -1,7 +1,7 @@
 """Computation of the result of one repeat from the records of its ranks.
 
-Each rank measures times on its own monotonic clock. The functions use only differences of times of
-one rank, so the clocks of hosts need not be synchronized.
+Each rank measures times on its own monotonic clock. The functions only subtract times of the same
+rank, so the clocks of hosts need not be synchronized.
 """
 
 import math
@@ -110,7 +110,7 @@ def _known(
 
 
 def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float]]:
-    """Return the mean over ranks of each part of each step."""
+    """Return, for each part, its mean over ranks in each step."""
     found = {name: known[name].mean(axis=1) for name in _PARTS if name in known}
     if (exposed := known.get("communication_s")) is not None:
         # The last rank to arrive waits for no other rank: the excess of other ranks is idle time.
@@ -139,7 +139,7 @@ def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
 def _metric(
     lines: Iterable[_Lines], target: Mapping[str, float]
 ) -> tuple[str | None, float | None]:
-    """Return the name and the last value of the target metric, or of the last test."""
+    """Return name and last value of the target metric, or else of a metric of the last test."""
     wanted = next(iter(target), "loss")
     found = [
         (name, value)
@@ -151,7 +151,7 @@ def _metric(
 
 
 def begin_of(lines: _Lines) -> float:
-    """Return the time at which the first step of a rank starts, or ends if that is unknown."""
+    """Return the start time of the first step of a rank; its end time if the start is unknown."""
     first: float = lines[0]["at"] - (lines[0].get("seconds") or 0.0)
     return first
 
@@ -162,9 +162,9 @@ def _reached(
     losses: npt.NDArray[np.float64],
     target: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return the fields with seconds and number of steps to the target; empty if not reached.
+    """Return the fields with the seconds and steps to the target; empty if not reached.
 
-    The time starts with the first step and includes tests.
+    The seconds count from the start of the first step and include tests.
     """
     for name, wanted in target.items():
         sign = -1 if name.endswith("loss") else 1

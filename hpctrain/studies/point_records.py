@@ -22,8 +22,8 @@ from hpctrain.studies.points import PointRepeat
 class StepRecord:
     """Measurements of the steps after the warm-up: durations, samples and bytes.
 
-    Times and bytes are per step; lists have one entry per step. The duration of a step is the
-    duration on the slowest rank. None means that no rank recorded the value.
+    Times and bytes are per step; lists have one entry per step. The slowest rank
+    determines the duration of a step. None means that no rank recorded the value.
     """
 
     num_steps: int = 0
@@ -40,7 +40,7 @@ class StepRecord:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean step time. A median would ignore work that is done only in some steps."""
+        """Mean step time; a median would ignore work that is done only in some steps."""
         return fmean(self.step_s)
 
     @property
@@ -56,7 +56,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRecord:
-    """Progress of the training; times start with the first step and include the warm-up."""
+    """Progress of the training; times count from the first step and include the warm-up."""
 
     elapsed_s: float | None = None
     loss: float | None = None  # loss of the last step
@@ -77,7 +77,7 @@ class HostRecord:
 
     @property
     def is_disturbed(self) -> bool:
-        """True if other processes used a large fraction of the cores."""
+        """True if other processes used a large fraction of the host's cores."""
         return (self.other_cores or 0.0) > BUSY * (self.machine_cores or math.inf)
 
 
@@ -100,7 +100,7 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
 
     @property
     def core_hours(self) -> float | None:
-        """Core-hours per million samples with one core per rank; None without samples."""
+        """Core-hours per million samples, if each rank uses one core; None without samples."""
         rate = self.samples_per_s
         return None if rate is None else 1e6 * self.layout.ranks / rate / 3600
 

@@ -31,7 +31,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointRepeat:
-    """One repeat of a point, and its place in the order of measurement."""
+    """One repeat of a point."""
 
     point: Point
     repeat: int  # number of the repeat, from 0
@@ -55,7 +55,7 @@ class PointRepeat:
         return " ".join(f"{name}={value}" for name, value in self.point.items())
 
     def names(self, mode: str, folder: Path) -> dict[str, Any]:
-        """Return the values that replace names in braces in the texts of [command]."""
+        """Return the value of each name that texts of [command] can contain in braces."""
         found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}
         if "batch" in found:
             batch, ranks = found["batch"], self.layout.ranks
@@ -64,7 +64,7 @@ class PointRepeat:
         return found
 
     def is_oversubscribed(self, cores: int, hosts: int) -> bool:
-        """Return True if the point has more ranks than cores; a host has ``cores`` cores."""
+        """Return True if the ranks outnumber the cores of ``hosts`` hosts with ``cores`` each."""
         return self.layout.ranks > cores * min(self.layout.nodes, hosts)
 
 
@@ -121,7 +121,7 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
 
 
 def on_slurm(config: StudyConfig) -> StudyConfig:
-    """Return the study with real nodes and with ``srun``, unless another launcher is set."""
+    """Return the study for Slurm: on real nodes, and with ``srun`` if no launcher is set."""
     nodes = max(attempt.layout.nodes for attempt in attempts_of(config))
     launcher = SRUN if config.command.launcher == LAUNCH else config.command.launcher
     return replace(

@@ -55,7 +55,7 @@ _METHOD = (
 
 
 def write_report(results: StudyResults, directory: Path) -> list[Path]:
-    """Write ``report.html`` and ``plots/`` with the figures into a directory; return their paths.
+    """Write ``report.html`` and the figures in ``plots/`` into a directory; return all paths.
 
     Raises:
         ConfigError: plotly or matplotlib is not installed, or a file cannot be written.
@@ -99,7 +99,7 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
 
 
 def summary_of(results: StudyResults) -> RenderableType:
-    """Return the summary of the report for a terminal."""
+    """Return the text of the summary for a terminal."""
     judged = verdicts(results)
     missing = [each for each in judged if each.fault]
     lines = [

@@ -2,9 +2,9 @@
 
 A repeat is one sample, because the steps of a run are not independent. Intervals are exact for any
 continuous distribution. Each interval states its confidence, which is below 95 % with few repeats.
-Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15; of the
-ratio, Mann and Whitney, The Annals of Mathematical Statistics 18 (1947), inverted as by Hodges and
-Lehmann, the same 34 (1963).
+Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15; for
+ratios, Mann and Whitney, The Annals of Mathematical Statistics 18 (1947), inverted as by Hodges
+and Lehmann, The Annals of Mathematical Statistics 34 (1963).
 """
 
 import functools
@@ -29,7 +29,7 @@ def median(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate
 def ratio(
     first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Return the ratio of two medians, second by first, of samples above 0.
+    """Return the median of ``second`` divided by that of ``first``; all samples must be positive.
 
     The interval contains each factor f for which the rank-sum test finds no difference between f
     times ``first`` and ``second``.
@@ -41,7 +41,7 @@ def ratio(
 
 
 def repeats_needed(confidence: float) -> int:
-    """Return the number of repeats of each study for a ratio with this confidence."""
+    """Return the repeats that two studies both need for a ratio with this confidence."""
     ones = ([1.0] * num for num in itertools.count(2))
     return next(len(one) for one in ones if not ratio(one, one, confidence).falls_short)
 
@@ -51,9 +51,9 @@ def _estimate(
 ) -> Estimate:
     """Return the estimate ``value`` with an interval of the requested confidence.
 
-    The bounds are two of the sorted ``candidates``: the interval drops as many candidates at both
-    ends as the confidence allows. ``chances[k]`` is the probability that exactly k candidates are
-    below the true value.
+    The bounds of the interval are two of the sorted ``candidates``. Equally many candidates are
+    outside at both ends, as many as the confidence allows. ``chances[k]`` is the probability that
+    exactly k candidates are below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))
     cut = max(0, int(np.count_nonzero(outside <= 1 - confidence + 1e-12)) - 1)
@@ -67,8 +67,8 @@ def _estimate(
 def _chances(num: int, other: int) -> npt.NDArray[np.float64]:
     """Return the null distribution of the Mann-Whitney statistic of two samples.
 
-    Entry k is the probability that k pairs have the smaller value in the first sample. The
-    recursion removes the largest of all values, which belongs to either sample.
+    Entry k is the probability that k pairs have the smaller value in the first sample. In each
+    step, the recursion removes the largest value, which belongs to one of the two samples.
     """
     if not num or not other:
         return np.ones(1)

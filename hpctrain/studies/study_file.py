@@ -128,7 +128,7 @@ class StudyConfig(CheckedFields):
     def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
         """Return the words of the launcher, the words of the command, and the variables.
 
-        ``names`` has the values that replace names in braces.
+        ``names`` maps each name that texts contain in braces to the value that replaces it.
         """
 
         def fill(value: Any) -> str:
@@ -147,7 +147,7 @@ class StudyConfig(CheckedFields):
         return any(name in _NAME.findall(text) for text in self._texts())
 
     def changes(self, other: "StudyConfig") -> list[str]:
-        """Return the keys with different values in two studies, if they change the points.
+        """Return the keys that change the points and have different values in two studies.
 
         Repeats, time limits and the size of the machine do not change the points.
         """
@@ -180,7 +180,7 @@ def load(path: Path) -> StudyConfig:
 
 
 def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
-    """Return an example configuration that measures ``script``, or the handwritten digits."""
+    """Return an example study of ``script``; by default of the handwritten digits."""
     variables: dict[str, Any] = {"OMP_NUM_THREADS": 1}
     if script:
         name, run, target, settings = "script", script, {}, {}

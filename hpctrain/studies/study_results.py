@@ -61,17 +61,17 @@ class PointSummary:
 
     @cached_property
     def step_s(self) -> Estimate | None:
-        """Step time: median over repeats of the mean of each."""
+        """Step time: median over repeats of the mean step time of a repeat."""
         return self.median_of("mean_step_s")
 
     @cached_property
     def samples_per_s(self) -> Estimate | None:
-        """Throughput: median over repeats of samples divided by seconds."""
+        """Throughput: median over repeats of the samples per second."""
         return self.median_of("samples_per_s")
 
     @cached_property
     def efficiency(self) -> Estimate | None:
-        """Parallel efficiency relative to the base; None if oversubscribed."""
+        """Parallel efficiency relative to the base point; None if oversubscribed."""
         if not self.times_s or self.base is None or self.oversubscribed:
             return None
         found = ratio(self.times_s, [each / self.growth for each in self.base.times_s])
@@ -81,7 +81,7 @@ class PointSummary:
 
     @cached_property
     def speed_up(self) -> Estimate | None:
-        """Speed-up relative to the base; None if oversubscribed."""
+        """Speed-up relative to the base point; None if oversubscribed."""
         found = self.efficiency
         if found is None or self.base is None:
             return None
@@ -91,14 +91,14 @@ class PointSummary:
 
     @property
     def ideal_s(self) -> float | None:
-        """Ideal step time: the step time at the efficiency of the base."""
+        """Ideal step time: the step time if the point had the efficiency of the base point."""
         return median(self.base.times_s).value / self.growth if self.base else None
 
     def median_of(self, name: str) -> Estimate | None:
-        """Return the median of a field over the repeats; lists are averaged first.
+        """Return the median of a field over the repeats; a list is first replaced by its mean.
 
-        The result is None if a repeat lacks the field: a median over only the repeats that reached
-        a target would be too good.
+        The result is None if a repeat has no value in the field. For example, a median over only
+        the repeats that reached a target would be too good.
         """
         values = [getattr(each, name) for each in self.done]
         if not values or None in values:
@@ -109,8 +109,9 @@ class PointSummary:
 def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
     """Return a summary of each point, ordered by curve and then by number of ranks.
 
-    Points of a curve differ only in the factors of ``Placement``. The factor batch, of a rank in a
-    weak study and of all ranks in a strong study, belongs to the curve.
+    Points of the same curve differ only in the factors of ``Placement``. Points with different
+    values of the factor ``batch`` belong to different curves. In a weak study, ``batch`` is the
+    batch of a rank; in a strong study, the batch of all ranks.
     """
     curves: dict[str, dict[str, list[PointRecord]]] = {}
     for record in records:
@@ -147,7 +148,7 @@ class StudyResults:
 
     @classmethod
     def read(cls, directory: Path) -> "StudyResults":
-        """Read the results from the folder of a study. Raises ``ConfigError`` without a study."""
+        """Read the results of a study. Raises ``DataError`` if the directory contains no study."""
         folder = StudyFolder(directory)
         if not folder.file.exists():
             raise DataError(
@@ -158,7 +159,7 @@ class StudyResults:
 
     @cached_property
     def summaries(self) -> list[PointSummary]:
-        """Summaries of all points, ordered by curve and then by the values of the factors."""
+        """Summaries of all points, ordered by curve and then by number of ranks."""
         factors = _curve_of(self.config.factors).items()
 
         def place(summary: PointSummary) -> list[int]:
@@ -189,7 +190,7 @@ class StudyResults:
 
     @cached_property
     def caption(self) -> str:
-        """Machine, mode, batch and versions: the caption of a figure file."""
+        """Caption of a figure file: machine, mode, batch and versions."""
         table, about = self.config.study, self.environment or {}
         batches = sorted({each.batch for each in self.done})
         whole = ", ".join(map(shown_batch, batches[:4])) + ", ..." * (len(batches) > 4)
@@ -207,7 +208,7 @@ class StudyResults:
         return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
 
     def with_bound(self, machine: Machine) -> "StudyResults":
-        """Return the results, with a lower bound of the step times on a machine.
+        """Return the results, extended by a lower bound of the step times on a machine.
 
         The bound is the maximum of the ideal compute time and the time in which the links move the
         measured bytes; see ``hpctrain.cost.least_step_s``.
@@ -225,11 +226,10 @@ class StudyResults:
         return replace(self, bound=least_s)
 
     def learning_curve(self, record: PointRecord, name: str) -> list[tuple[float, float]]:
-        """Return the learning curve of a repeat: seconds and values that one rank recorded.
+        """Return the learning curve of a repeat: pairs (seconds, value) that one rank recorded.
 
-        The curve is empty if the file was removed.
-
-        Seconds count from the start of the first step, as in ``time_to_target_s``.
+        The curve is empty if the file of the records was removed. Seconds count from the start of
+        the first step, as in ``time_to_target_s``.
         """
         for path in sorted((self.directory / record.folder / RECORDS).glob("*.jsonl")):
             lines = read(path, key="at")
@@ -239,11 +239,11 @@ class StudyResults:
         return []
 
     def label(self, point: Point) -> str:
-        """Return the factors of a point that differ between points, as text."""
+        """Return a text with the factors of a point whose values differ between points."""
         return label_of(self._distinct(point) or point)
 
     def curve(self, point: Point) -> str:
-        """Return the factors that identify the curve of a point; empty with a single curve."""
+        """Return a text with the factors of the curve of a point; empty if there is one curve."""
         return label_of(self._distinct(_curve_of(point)))
 
     def _distinct(self, point: Point) -> Point:
@@ -257,7 +257,7 @@ class StudyResults:
 
 
 def shown_batch(batch: float) -> str:
-    """Return the text of a batch size; a fraction is the mean over different steps."""
+    """Return the text of a batch size, which is an average over steps if it is not an integer."""
     return f"{batch:g}" if batch == int(batch) else f"on average {batch:.1f}"
 
 

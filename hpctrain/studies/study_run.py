@@ -31,7 +31,7 @@ _REMEDY = "run this command again after the end of that job, or choose another f
 
 
 class Study:
-    """Study in a folder, with all repeats of its points.
+    """Measurement of a study, whose results are stored in a folder.
 
     The constructor writes no file.
 
@@ -48,7 +48,8 @@ class Study:
     def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
         """Return the repeats that have no record yet, in the order of measurement.
 
-        ``repeat`` selects one repeat; ``failed`` includes the failed repeats.
+        ``repeat`` selects the points of one repeat. With ``failed``, the result includes failed
+        repeats.
         """
         records = self.folder.read_points()
         known = {each.order for each in records if not (failed and each.status == "failed")}
@@ -59,9 +60,10 @@ class Study:
         ]
 
     def expected_s(self, attempts: Iterable[PointRepeat]) -> float | None:
-        """Return the expected seconds of attempts, or None without a successful attempt.
+        """Return the expected seconds of ``attempts``, or None if no attempt has succeeded yet.
 
-        The estimate uses successful attempts, with the same number of ranks if possible.
+        The estimate is the mean time of successful attempts, if possible of those with the same
+        number of ranks.
         """
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
@@ -92,7 +94,7 @@ class Study:
         begun: Callable[[PointRepeat], object] = lambda _: None,
         ended: Callable[[PointRecord], object] = lambda _: None,
     ) -> None:
-        """Measure attempts one after the other; write each record before the next begins.
+        """Measure attempts one after the other; write each record before the next attempt begins.
 
         Each repeat has its own lease and file, so that several jobs may measure a study
         concurrently.
@@ -155,7 +157,7 @@ class Study:
                 )
 
     def _keep_plan(self, attempt: PointRepeat) -> None:
-        """Store the topology and the plan of a point, if the ranks of the point wrote them."""
+        """Store the topology and plan of a point, if the ranks wrote these data to a file."""
         folder, before = self.folder, self.folder.read_environment()
         path = folder.attempts / attempt.name / RECORDS / "plan.json"
         with suppress(FileNotFoundError, ValueError):

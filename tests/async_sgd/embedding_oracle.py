@@ -1,4 +1,4 @@
-"""Compute the reference of a sharded embedding: one process, a torch table, the joined batch."""
+"""Compute the reference of a sharded embedding: a torch table in one process, the whole batch."""
 
 import torch
 from torch import nn
@@ -14,13 +14,13 @@ def model_of(table, seed=1):
 
 
 def copy_of(table, num_rows=ROWS):
-    """Return all rows. Collective."""
+    """Return a copy of all rows of a table. Collective."""
     with torch.no_grad():
         return table(torch.arange(num_rows))
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Keep one number of state per row, on sparse gradients."""
+    """Reference optimizer: Adagrad with one number of state per row, for sparse gradients."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})

@@ -26,7 +26,7 @@ from tests.local_sgd.local_methods import num_kinds, weights_of
 
 
 def delayed_descent(hvd, world, rate: float, num_turns: int, **options):
-    """Minimize x^2 / 2 with alternating ranks: each gradient is as old as there are other ranks.
+    """Minimize x^2 / 2 with N alternating ranks: each gradient is N - 1 updates old.
 
     Return x at the end relative to its start, and the method.
     """

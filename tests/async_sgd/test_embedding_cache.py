@@ -22,7 +22,7 @@ def make_table(**options):
 
 
 def rows_of(table):
-    """Return all rows of their owners, by id. Collective."""
+    """Return all rows by id, read from the owners of the rows. Collective."""
     own = table.sharded_state()["tensors"]["rows"]
     parts = current().comm.allgather_object((own.shard.offset[0], own.tensor.clone()))
     rows = torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
@@ -43,7 +43,7 @@ def step_once(table, ids):
 
 
 class Broken(RowSGD):
-    """Fail on rank 0."""
+    """An update rule that fails on rank 0."""
 
     def step(self, rows, grads, state, step):
         super().step(rows, grads, state, step)
@@ -52,7 +52,7 @@ class Broken(RowSGD):
 
 
 def write(table, _):
-    """Change rows of one rank."""
+    """Change rows of the table on one rank."""
     if hvd.rank() == hvd.size() - 1:
         table.sharded_state()["tensors"]["rows"].tensor.add_(0.5)
     return [rows_of(table)]

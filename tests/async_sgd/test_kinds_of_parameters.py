@@ -60,7 +60,7 @@ class Program:
         return nn.ParameterList(found)
 
     def steps(self, rank: int):
-        """Yield samples and gradients of a rank, some of them None, for each step."""
+        """Yield the samples and gradients of a rank for each step; some gradients are None."""
         for step in range(self.num_steps):
             draw = random.Random(f"{self.seed} {step} {rank}")
             torch.manual_seed(draw.randrange(1 << 30))

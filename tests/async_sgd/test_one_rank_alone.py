@@ -1,4 +1,4 @@
-"""Check that freezing layers or spoiling gradients on one rank raises on all ranks."""
+"""Check that frozen layers or invalid gradients on one rank raise an error on all ranks."""
 
 import pytest
 import torch

@@ -36,7 +36,7 @@ def num_serving():
 
 
 def num_wake_ups_in(seconds):
-    """Return how often serving threads have begun to sleep within ``seconds``."""
+    """Count how often serving threads begin to sleep within ``seconds``."""
     served = [one for one in threading.enumerate() if one.name == "hpctrain-server"]
     files = [Path(f"/proc/self/task/{one.native_id}/status") for one in served]
     count = lambda: sum(int(re.search(SLEEPS, one.read_text())[1]) for one in files)  # noqa: E731
@@ -64,7 +64,7 @@ def all_end(world):
 
 
 def stepped_at_rest(hvd, rests):
-    """Make many methods, let some step after a rest, and end all. Collective."""
+    """Make many methods, let some of them step after a rest, and end all methods. Collective."""
     methods = [made(hvd) for _ in range(NUM_METHODS)]
     assert num_serving() == 1
     hvd.barrier()

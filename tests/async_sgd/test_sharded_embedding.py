@@ -1,4 +1,4 @@
-"""Check that a sharded embedding equals one process with the joined batch, for any lookups."""
+"""Check that a sharded embedding equals one process with the whole batch, for any lookups."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ MANY = pytest.mark.ranks(2, 4)
 
 
 def make_table(hvd, optimizer="sgd", **options):
-    """Make a table with a cache, which does not change results."""
+    """Make a table with a cache; the cache does not change results."""
     how = {"lr": 0.1, "dtype": torch.float64, "seed": 5, "cache_rows": 700, **options}
     return hvd.ShardedEmbedding(ROWS, DIM, optimizer=optimizer, **how)
 

@@ -100,9 +100,9 @@ def test_messages_use_fences_on_processors_that_reorder_stores(hvd, monkeypatch)
 
 
 class Ages(nn.Module):
-    """Hold one weight per rank, which that rank alone increments in every step.
+    """Hold one weight per rank, which only this rank increments, in every step.
 
-    The values therefore show which updates they include.
+    The weight of a rank therefore shows how many of its updates are included.
     """
 
     def __init__(self, size: int) -> None:
@@ -111,7 +111,7 @@ class Ages(nn.Module):
 
 
 def ages_of_reads(hvd, staleness: int, num_steps: int, pause, **options):
-    """Take steps; yield this rank's clock and, by rank, the updates that its values include."""
+    """Take steps; yield the clock of this rank, and the updates of each rank in its values."""
     model = Ages(hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with hvd.StaleSynchronous(model, optimizer, staleness, **options) as method:

@@ -1,4 +1,4 @@
-"""Provide states whose values equal their step, managers that are closed, and file damage."""
+"""Provide states whose values equal their step, managers that tests close, and file damage."""
 
 from contextlib import contextmanager
 

@@ -1,6 +1,6 @@
 """Check that a kill at any time leaves a complete checkpoint, from which a job resumes.
 
-Two kills of one run are the default; ``HPCTRAIN_TEST_KILLS=200`` runs 200.
+By default a run is killed twice; ``HPCTRAIN_TEST_KILLS=200`` sets 200 kills.
 """
 
 import os

@@ -95,7 +95,7 @@ def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, 
     read, has_begun = getattr(owner, name), []
 
     def read_later(*args, **options):
-        """Let the other job complete a checkpoint just before this one reads its findings."""
+        """Let another job complete a checkpoint just before this job reads."""
         if not has_begun:
             has_begun.append(True)
             if comm.rank == 0:

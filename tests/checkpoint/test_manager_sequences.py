@@ -56,7 +56,7 @@ class Model:
     has_failed: bool = False  # the last save failed, and the error has not been raised yet
 
     def told(self):
-        """Return True if the next call raises; the error is raised once."""
+        """Return True, once, if the last save failed: the next call must raise its error."""
         failed, self.has_failed = self.has_failed, False
         if failed:
             self.step = None
@@ -82,7 +82,7 @@ class Model:
 
 
 class Sequence:
-    """Make the same random calls on every rank, and compare each with the model."""
+    """Make the same random calls on every rank, and compare each call with the model."""
 
     def __init__(self, root, comm, draw, **options):
         self.root, self.comm, self.draw, self.options = root, comm, draw, options

@@ -1,4 +1,4 @@
-"""Check that saved files are on disk before their names, and old ones until the new ones are."""
+"""Check that saved files are on disk before their names, and that old files remain until then."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Check that a checkpoint is the state of one rank, whichever ranks write, or all ranks raise."""
+"""Check that a checkpoint has the state of one rank, no matter which ranks write, or all raise."""
 
 import random
 import re

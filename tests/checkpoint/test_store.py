@@ -1,4 +1,4 @@
-"""Check that any number of ranks loads bitwise what any number has saved, or all raise."""
+"""Check that any number of ranks loads the saved bits of any number of ranks, or all raise."""
 
 import itertools
 import os

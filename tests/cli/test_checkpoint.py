@@ -1,4 +1,4 @@
-"""``hpctrain checkpoint info, verify, export, diff`` on the command line."""
+"""Check ``hpctrain checkpoint info, verify, export, diff`` on the command line."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Compare the figures, defaults and limits that guides and README state with those of the code."""
+"""Compare figures, defaults and limits in guides and README with the code."""
 
 import ast
 import inspect

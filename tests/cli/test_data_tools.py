@@ -1,4 +1,4 @@
-"""``hpctrain data info, verify, repair, reshard, split`` on the command line."""
+"""Check ``hpctrain data info, verify, repair, reshard, split`` on the command line."""
 
 import json
 import shutil

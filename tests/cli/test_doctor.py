@@ -33,7 +33,7 @@ def clean_environ():
 
 
 def doctor(*words, before=(), environ=None):
-    """Run the doctor below ``before``; return its exit code and findings by check and level."""
+    """Run the doctor below the command ``before``; return exit code and findings."""
     done = ended(
         [*before, sys.executable, "-m", "hpctrain", "doctor", "--json", *words],
         cwd=ROOT,
@@ -45,7 +45,7 @@ def doctor(*words, before=(), environ=None):
 
 
 def wrong(found):
-    """Return the faults, except the load, which changes while other tests run."""
+    """Return the faults except the load of the machine, which changes while other tests run."""
     faults = {check for check, level in found if level in ("warning", "error")}
     return faults - {"load"}
 

@@ -1,4 +1,4 @@
-"""Check that ``hpctrain examples`` writes the files of guides, which the wheel has."""
+"""Check that ``hpctrain examples`` writes the files that guides name, and the wheel has them."""
 
 from configparser import ConfigParser
 from pathlib import Path

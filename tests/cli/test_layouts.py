@@ -1,4 +1,4 @@
-"""Check ``hpctrain plan`` of a layout: output, inputs of model and machine, and errors."""
+"""Check ``hpctrain plan`` for layouts: output, options for model and machine, and errors."""
 
 import json
 import re

@@ -74,7 +74,7 @@ def test_the_study_that_init_writes_runs_in_an_empty_folder():
 
 
 def commands():
-    """Return every command line of the guide and of the help, once."""
+    """Return every distinct command line of the guide and of the help."""
     texts = [(resources.files("hpctrain.guide") / "studies.md").read_text()]
     texts += [run(*words, "--help").stdout for words in ((), *((name,) for name in NAMES))]
     found = re.findall(r"^ *(?:│ *)?hpctrain study (\S+ \S.*)$", "\n".join(texts), re.MULTILINE)

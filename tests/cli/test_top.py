@@ -51,7 +51,7 @@ def write(folder, *records, mode="w"):
 
 
 def hold(folder, **changes):
-    """Let this process hold the lease, or another one with ``changes``."""
+    """Write a lease of this process; ``changes`` turn it into the lease of another process."""
     holder = replace(Holder.here(), **changes)
     (folder / NAME).write_text(json.dumps(asdict(holder)))
     beat = folder / f"lease-{holder.token}{BEAT}"

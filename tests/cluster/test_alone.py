@@ -1,7 +1,7 @@
 """Check a process that MPI takes for a world of one, in the environments of real jobs.
 
-The environments of Slurm were recorded with version 22.05, the others follow the manuals; only
-variables that count ranks are included.
+The environments of Slurm were recorded with version 22.05. The environments of other launchers
+follow their manuals. The tests include only variables that count ranks.
 """
 
 import pytest

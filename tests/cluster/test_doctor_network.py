@@ -1,4 +1,4 @@
-"""Check the doctor on nodes with real links: faults are reported with their nodes."""
+"""Check ``hpctrain doctor`` on virtual nodes: it reports faults of links with their nodes."""
 
 import json
 import re

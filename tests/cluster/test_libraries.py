@@ -1,4 +1,4 @@
-"""Check the choice of the MPI library, and errors below a launcher of another one."""
+"""Check the choice of the MPI library, and errors under the launcher of another library."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Check that the load of other processes is measured without the program's own."""
+"""Check that the measured load of other processes excludes the load of the program itself."""
 
 import subprocess
 import sys

@@ -80,7 +80,7 @@ def sixty_four(monkeypatch):
 
 @pytest.fixture
 def files(tmp_path):
-    """Return folders without a control group, and cores of one thread."""
+    """Provide system folders without a control group, and cores with one thread each."""
     return {
         "root": tmp_path / "cgroup",
         "membership": tmp_path / "membership",
@@ -152,7 +152,7 @@ VERSIONS = pytest.mark.parametrize("version", [1, 2])
 
 @pytest.fixture
 def machine(tmp_path):
-    """A machine with 8 GiB left and no control group."""
+    """Provide a machine with 8 GiB of free memory and no control group."""
     (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
     return tmp_path
 
@@ -162,7 +162,7 @@ def left(machine):
 
 
 def join(machine, version, group, *, allowed, used, **statistics):
-    """Put this process into a control group."""
+    """Simulate that this process is in a control group."""
     folder = machine / ("groups" if version == 2 else "groups/memory") / group
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current")

@@ -1,4 +1,4 @@
-"""Mix named operations of all kinds: in another order on every rank, from several threads."""
+"""Mix named operations of all kinds, in a different order on every rank, from several threads."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ class At(NamedTuple):
     in_place: bool = False
 
     def value(self, rank=None):
-        """Return the argument of this step, of this rank or another."""
+        """Return the argument that a rank has in this step; by default this rank."""
         return self.step % 17 + 2 * (self.rank if rank is None else rank) + 1
 
     def total(self):
@@ -101,7 +101,7 @@ def _alltoall(name):
 
 
 def _changing(name):
-    """Change the shape every hundred steps."""
+    """Return an operation whose shape changes every hundred steps."""
 
     def start(at):
         given = torch.full((1 + at.step // 100, 2), float(at.value()))
@@ -204,7 +204,7 @@ class Steps:
                 self._failures.append(f"step {step}: {one}, not {other}")
 
     def _disagree(self, step):
-        """Give one name to two shapes: an error on every rank; later operations work."""
+        """Use one name with two shapes: every rank raises an error, and later operations work."""
         odd = step % self.size
         numel = 3 if self.rank == odd else 2
         try:

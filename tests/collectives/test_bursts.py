@@ -14,7 +14,7 @@ NUM_TENSORS = 40
 
 
 def summed(hvd, tensors, order, **arguments):
-    """Sum tensors in place, submitted in this order, with their numbers as names."""
+    """Sum tensors in place, submitted in the given order; the number of a tensor is its name."""
     handles = {
         number: hvd.allreduce_async_(tensors[number], name=f"{number}", op=hvd.Sum, **arguments)
         for number in order
@@ -23,7 +23,7 @@ def summed(hvd, tensors, order, **arguments):
 
 
 def filled(hvd, numels, step):
-    """Make tensors whose sums depend on step and number."""
+    """Make tensors whose sums depend on the step and on the number of the tensor."""
     return [
         torch.full((numel,), float(1000 * step + number)) + hvd.rank()
         for number, numel in enumerate(numels)

@@ -1,4 +1,4 @@
-"""Check that parameters equal those of the root after a broadcast."""
+"""Check that the parameters of all ranks equal the parameters of the root after a broadcast."""
 
 import pytest
 import torch

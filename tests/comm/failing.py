@@ -1,7 +1,7 @@
 """Run random programs in which a call fails on one rank, which catches the error and continues.
 
-Each rank calls a few collectives. A call either returns the result of the calls of the same number
-on all ranks, or raises; and each rank completes the program.
+Each rank calls a few collectives. A call either returns the result of the calls with the same
+number on all ranks, or raises. Each rank completes the program.
 
 The tests use this module, and all ranks can run it: ``hpctrain launch -n 3 -- python -m
 tests.comm.failing -n 300 --seed 1``.
@@ -65,7 +65,7 @@ class Program:
 
     @staticmethod
     def draw(seed: int, size: int) -> "Program":
-        """Draw a program; in half of them all calls are equal, so that they could be confused."""
+        """Draw a program. In half of all programs, all calls are equal and could be confused."""
         luck = random.Random(f"{seed} {size}")
         caller, way = luck.choice(CALLERS), luck.choice(WAYS_TO_FAIL)
         kinds = [*_KINDS[caller]]
@@ -104,7 +104,7 @@ def total(number: int, size: int, numel: int) -> torch.Tensor:
 
 
 def share_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the part of a rank; all parts have equal size."""
+    """Return the part of ``whole`` for a rank; all parts have equal size."""
     part = whole.numel() // size
     return whole[rank * part : (rank + 1) * part]
 
@@ -118,7 +118,7 @@ class Calls:
         self.own: list[torch.Tensor] = []  # tensors of kept that no later call uses
 
     def mine(self, number: int, numel: int) -> torch.Tensor:
-        """Return this rank's argument, to be overwritten once the call has failed."""
+        """Return this rank's argument, a tensor that is overwritten when the call has failed."""
         made = given(number, self.rank, numel)
         self.kept.append(made)
         self.own.append(made)
@@ -358,7 +358,7 @@ class Signal:
 
 
 def run(program: Program, world: MPI.Intracomm) -> tuple[int, int, str]:
-    """Run a program; return the numbers of successful and failed calls, and a failure or ''.
+    """Run a program; return the counts of successful and failed calls, and a failure or ''.
 
     Collective.
     """

@@ -38,7 +38,7 @@ BUCKETS = (0, 1, 1000, 70_001)
 
 @dataclass(frozen=True)
 class Case:
-    """Hold one operation, as all ranks have drawn it."""
+    """Hold one random operation, identical on all ranks."""
 
     number: int
     kind: str
@@ -104,7 +104,7 @@ class Checker:
         self._buckets = {}
 
     def carry_out(self, case):
-        """Run a case; return the checksum if all ranks must have equal bits, else None."""
+        """Run a case; return the checksum of a result with equal bits on all ranks, else None."""
         return getattr(self, f"_{case.kind.rstrip('_')}" + "_" * case.kind.endswith("_"))(case)
 
     def _mine(self, case):

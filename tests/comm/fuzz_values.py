@@ -56,7 +56,7 @@ def ops_of(dtype):
 
 @dataclass(frozen=True)
 class Draw:
-    """Draw a tensor of every rank: the same dtype, other values."""
+    """Draw a tensor for every rank, with the same dtype but different values."""
 
     seed: tuple[int, ...]
     dtype: torch.dtype
@@ -115,10 +115,10 @@ def crc(tensor):
 
 
 def reduced(draw, op, scale, size, numel):
-    """Return the expected result of all ranks' tensors, and the tolerance.
+    """Return the expected reduction of the tensors of all ranks, and its tolerance.
 
     Returns:
-        Two flat arrays of ``numel``; the second is None where the result must be exact.
+        Two flat arrays of ``numel`` elements; the second is None if the result must be exact.
     """
     if numel > TILE:
         pair = reduced(draw, op, scale, size, TILE)

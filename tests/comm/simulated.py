@@ -29,9 +29,10 @@ class Receive:
 class Network:
     """Hold the queues of all connections: sender, receiver, tag.
 
-    Eager: a message is copied out of its tensor at once, and delivered as soon as a receive for it
-    is posted. Not eager: it is copied when its receive completes, so each wait depends on the
-    other side. Errors in the order of waits or the use of buffers occur in one of the two modes.
+    In eager mode, a message is copied from its tensor at once, and delivered as soon as a matching
+    receive is posted. In the other mode, a message is copied when its receive completes, so each
+    wait depends on the other side. Wrong orders of waits and wrong uses of buffers cause errors in
+    one of the two modes.
     """
 
     def __init__(self, *, eager: bool):
@@ -48,7 +49,7 @@ class Network:
 
 
 class SimulatedWire(Wire):
-    """Send over a ``Network``."""
+    """Wire of one rank that sends over a ``Network``."""
 
     def __init__(self, network, rank, size):
         self.network, self.rank, self.size = network, rank, size

@@ -19,7 +19,7 @@ SHAPES = [(7,), (), (3, 5), (0,), (1,), (130,)]
 
 @pytest.fixture
 def comm(world: MPI.Intracomm) -> Generator[Communicator]:
-    """Provide one kind of communicator: all kinds send the same messages."""
+    """Provide a communicator of one kind, because all kinds send the same messages."""
     made = MpiCommunicator(world.Dup()) if world.size > 1 else SerialCommunicator()
     yield made
     made.close()

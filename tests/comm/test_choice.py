@@ -1,4 +1,4 @@
-"""Check that measurements change the table of the rule only where the gain is clear."""
+"""Check that measurements change the default table of algorithms only if the gain is clear."""
 
 import math
 
@@ -31,7 +31,7 @@ RAIL_SIZES = SIZES["rail"]
 
 
 def figures(num_bytes, **seconds):
-    """Return measurements with equal runs."""
+    """Return measurements in which all runs are equal."""
     return [Measurement("rail", num_bytes, name, (value,) * 3) for name, value in seconds.items()]
 
 

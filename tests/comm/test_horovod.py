@@ -1,4 +1,4 @@
-"""Check the engine ``horovod`` beyond the laws of all communicators: its calls and their order."""
+"""Check what only the engine ``horovod`` does: its calls of Horovod, and their order."""
 
 import json
 from collections.abc import Generator

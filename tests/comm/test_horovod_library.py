@@ -1,4 +1,4 @@
-"""Check that Horovod is found and left unchanged, whatever module has its name."""
+"""Check that Horovod is found and not changed, also if another module has the name horovod."""
 
 import sys
 from pathlib import Path

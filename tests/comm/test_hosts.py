@@ -1,4 +1,4 @@
-"""Check that nodes are found and sums are exact if ranks of hosts are in any order."""
+"""Check that nodes are detected and sums are exact for any order of the ranks of hosts."""
 
 import ctypes
 import os

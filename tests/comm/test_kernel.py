@@ -1,4 +1,4 @@
-"""The compiled kernel of node memory: its sums have the bits of torch, on threads as ranks."""
+"""Check the compiled kernel of node memory: its sums have the bits of torch; threads are ranks."""
 
 import ctypes
 import random
@@ -75,7 +75,7 @@ def end(kernel, code):
 
 
 def random_values(rng, dtype, numel):
-    """Return any bits, or numbers of similar size."""
+    """Return a tensor of random bits, or of numbers of similar size."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     if dtype is torch.bool:
         return torch.randint(0, 2, (numel,), generator=generator, dtype=dtype)

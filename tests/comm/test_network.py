@@ -1,4 +1,4 @@
-"""Check nodes joined by a network, here virtual nodes: exact sums, few bytes, and failures."""
+"""Check ranks on virtual nodes with a network: exact sums, few bytes, and failures."""
 
 import json
 import subprocess

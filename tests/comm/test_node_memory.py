@@ -29,7 +29,7 @@ def descriptors_open():
 
 
 def check_shared(world, segments):
-    """Write this rank's segment and read the segments of the others."""
+    """Write this rank's segment and read the segments of the other ranks."""
     values = [np.frombuffer(memoryview(segment), np.uint8) for segment in segments]
     assert not any(value.any() for value in values)
     world.Barrier()
@@ -41,7 +41,7 @@ def check_shared(world, segments):
 
 
 def refusals(world, num_bytes):
-    """Return the error message of each rank; assert that the timeout is kept."""
+    """Return the error message of each rank; assert that no rank waits beyond the timeout."""
     start = time.monotonic()
     with pytest.raises(NodeMemoryError) as error:
         allocate(world, num_bytes)
@@ -63,7 +63,7 @@ def own_net():
 
 @pytest.fixture
 def closed_proc() -> Generator[None]:
-    """Hide this process from the others: a process that changed its user cannot be inspected."""
+    """Hide this process from other processes, like a process that has changed its user."""
     os.seteuid(NOBODY)
     yield
     os.seteuid(0)

@@ -1,4 +1,4 @@
-"""Check jobs whose ranks run in containers with a small /dev/shm, or are killed."""
+"""Check jobs whose ranks are killed, or run in containers with a small /dev/shm."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Check that a plan follows from facts by rule, and can be stored in a file."""
+"""Check that fixed rules derive a plan from facts, and that a plan can be stored in a file."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Check the origin of a plan: named by the user, cached, measured, or the rule."""
+"""Check the origin of a plan: the user, the cache, a measurement, or the default rule."""
 
 import json
 

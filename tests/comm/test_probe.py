@@ -1,4 +1,4 @@
-"""Check the probe: all ranks choose one plan, within the budget, and sums stay exact."""
+"""Check the probe: all ranks choose the same plan within the time budget; sums stay exact."""
 
 import time
 from functools import partial

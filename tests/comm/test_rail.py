@@ -1,4 +1,4 @@
-"""Check that a rail uses the algorithm of its table, on whole parts or concurrent chunks."""
+"""Check that a rail uses the algorithm in its table, for whole parts and concurrent chunks."""
 
 import random
 import time
@@ -169,7 +169,7 @@ def chunked(request):
 
 
 def drawn(number):
-    """Draw a reduction of up to some hundred chunks."""
+    """Draw a reduction of at most a few hundred chunks."""
     source = random.Random(number)
     dtype = source.choice(fv.DTYPES)
     may_scale = dtype.is_floating_point or dtype.is_complex

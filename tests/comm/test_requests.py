@@ -97,7 +97,7 @@ WAYS = {  # abandoned by rank 0, called earlier by rank 1, called later by the o
 
 
 def canaries_of(num_bytes):
-    """Allocate and fill all freed memory of this size."""
+    """Allocate and fill all freed memory blocks of this size."""
     return [
         make
         for _ in range(30)

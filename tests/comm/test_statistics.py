@@ -1,4 +1,4 @@
-"""Check the table that ``HPCTRAIN_STATS=1`` prints once, at an orderly shutdown only."""
+"""Check the table that ``HPCTRAIN_STATS=1`` prints: once, and only at a regular shutdown."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Check tensors of any layout as flat tensors, and as bytes."""
+"""Check the conversion of tensors of any layout to flat tensors and to bytes."""
 
 import gc
 
@@ -20,7 +20,7 @@ DTYPES = [
 
 @st.composite
 def layouts(draw):
-    """Draw a shape, strides, some of them 0 or larger than needed, and an offset."""
+    """Draw a shape, an offset, and strides, of which some are 0 or larger than needed."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     strides = draw(st.lists(st.integers(0, 7), min_size=len(shape), max_size=len(shape)))
     return tuple(shape), tuple(strides), draw(st.integers(0, 3))

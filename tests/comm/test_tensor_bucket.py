@@ -1,4 +1,4 @@
-"""Check packed tensors: unpacked unchanged or summed, with one call of torch for all."""
+"""Check packed tensors: unpacking gives the same or summed values, with one call of torch."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16)
 
 
 def tensors(rank, dtype=torch.float32, *, only_flat=False):
-    """Return tensors of several layouts, with other values on every rank."""
+    """Return tensors of several layouts, with different values on every rank."""
     numbers = torch.Generator().manual_seed(rank)
     flat = [torch.randint(-9, 9, (n,), generator=numbers).to(dtype) for n in (5, 0, 16, 1)]
     if only_flat:

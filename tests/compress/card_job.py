@@ -1,7 +1,8 @@
 """Measure the bytes that leave a node by its network adapter, and the bytes of each codec.
 
-``test_card.py`` starts this program on virtual nodes. Rank 0 prints one line of JSON: for each
-codec the bytes of every rank's node, and the bytes that the codec reports.
+``test_card.py`` starts this program on virtual nodes. Rank 0 prints one line of JSON. For
+each codec, the line has the bytes that every rank's node has sent, and the bytes that the codec
+reports.
 """
 
 import json

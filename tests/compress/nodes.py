@@ -1,4 +1,4 @@
-"""Reduce buckets of some tensors on simulated nodes with codecs."""
+"""Reduce buckets of a few tensors with codecs on simulated nodes."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ def nodes(ranks_per_node: int | None, **settings: str) -> Iterator[Communicator]
 
 
 class Gradients:
-    """Hold a bucket of tensors as an optimizer makes it, reduced by a codec."""
+    """Hold a bucket of tensors, laid out as by an optimizer, for reductions by a codec."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Gradients:
         shapes: Sequence[Sequence[int]] = SHAPES,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Lay it out: each tensor begins at a multiple of 64 bytes, marks are behind all."""
+        """Lay out the bucket: tensors start at multiples of 64 bytes; the marks are at the end."""
         starts, numel = [], 0
         for shape in shapes:
             starts.append(numel)
@@ -54,7 +54,7 @@ class Gradients:
         scale: float | None = None,
         marks: Sequence[float] | None = None,
     ) -> list[Tensor]:
-        """Return copies of the codec's result of the ranks' values; equal on all ranks."""
+        """Reduce the values of all ranks; return copies of the result, equal on all ranks."""
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor.copy_(value)
         self.marks.copy_(torch.tensor(marks or [1.0] * len(self.tensors)))

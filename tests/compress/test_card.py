@@ -1,4 +1,4 @@
-"""Check that the bytes of codecs equal those that leave a node by its network adapter."""
+"""Check that codecs report the number of bytes that leave a node by its network adapter."""
 
 import json
 

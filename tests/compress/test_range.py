@@ -54,7 +54,7 @@ def patterns(rank, dtype, room=1.0):
 
 
 def begin_with(gradients, codec):
-    """Let another codec, without a state, reduce the same bucket."""
+    """Let another codec, which has no state, reduce the same bucket first."""
     gradients.codec = codec_for(codec)
     parts = [*gradients.tensors, gradients.marks]
     gradients.codec.prepare(gradients.bucket, parts, gradients.comm)

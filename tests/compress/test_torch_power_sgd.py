@@ -25,7 +25,7 @@ class Weighted(nn.Module):
 
 
 def first_columns(rank, shape):
-    """Return the initial columns of both, for one matrix of a shape."""
+    """Return the initial columns that both implementations use for a matrix of this shape."""
     generator = torch.Generator().manual_seed(shape[1])
     return torch.randn(shape[1], rank, generator=generator, dtype=torch.float64)
 

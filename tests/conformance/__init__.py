@@ -1,1 +1,1 @@
-"""Horovod's own tests, run against hpctrain from a checkout of Horovod that the user names."""
+"""Run Horovod's own tests against hpctrain; the tests come from a checkout of Horovod."""

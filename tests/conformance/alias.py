@@ -1,9 +1,8 @@
-"""Pytest plugin: what Horovod's tests import under its names is hpctrain's.
+"""Pytest plugin: imports of Horovod in Horovod's tests import hpctrain instead.
 
     pytest -p tests.conformance.alias DIR/test/parallel/test_torch.py
 
-The shim has Horovod's modules. What is added here are two names that its tests take from
-elsewhere, for their own bookkeeping.
+The shim provides Horovod's modules. This plugin adds two modules that the tests also import.
 """
 
 import sys
@@ -16,14 +15,14 @@ import hpctrain.horovod.shim
 
 
 def in_thread(target: Callable[[], object]) -> threading.Thread:
-    """Run something in a thread."""
+    """Run a function in a daemon thread."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread
 
 
 def install() -> None:
-    """Install the shim, and put those names where imports look first."""
+    """Install the shim, and add the two modules to ``sys.modules``."""
     hpctrain.horovod.shim.install()
     threads = ModuleType("horovod.runner.util.threads")
     vars(threads).update(in_thread=in_thread)

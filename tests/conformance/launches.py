@@ -1,4 +1,4 @@
-"""Run one file of foreign tests on several ranks, in as many launches as necessary."""
+"""Run a file of tests of another project on several ranks, in as many launches as necessary."""
 
 import json
 import os
@@ -30,7 +30,7 @@ Record = dict[str, Outcome]
 
 
 def read(file: Path) -> Record:
-    """Read the record of one rank; empty where there is none."""
+    """Read the record of one rank; empty if the rank has no record."""
     if not file.exists():
         return {}
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
@@ -43,10 +43,10 @@ def have_finished(records: Sequence[Record]) -> bool:
 
 
 def decide(records: Sequence[Record]) -> Record:
-    """Return the verdicts of one launch; tests that other ranks interrupted have none.
+    """Return the verdicts of one launch; tests that the end of other ranks interrupted have none.
 
-    A test fails if it failed on any rank. Where ranks ended without a failure, the first
-    unfinished test of any rank fails.
+    A test fails if it failed on any rank. If ranks ended without a failure, the first unfinished
+    test of any rank fails.
     """
     tests = list(dict.fromkeys(test for record in records for test in record if test))
     decided = {test: found for test in tests if (found := _verdict(test, records))}
@@ -77,7 +77,7 @@ NOTHING_LEFT = 5  # exit code of pytest when every test has its verdict already
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """Run the files with these settings."""
+    """Run test files with fixed settings."""
 
     horovod: Path | None = None
     """A Python that has Horovod: its own is tested. Without one, hpctrain is."""

@@ -1,9 +1,10 @@
 """Record verdicts of one rank as they occur (pytest plugin).
 
-The ranks synchronize only in the tests themselves, as in Horovod's own runs. After a failure ranks
-may be out of step, so a rank that failed ends, and ``mpirun`` ends the others; the next launch
-continues with the tests without a verdict. A test that hangs prints the stacks of every rank, and
-has failed. Nothing of hpctrain is imported, because Horovod runs here as well.
+The ranks synchronize only in the tests themselves, as in Horovod's own runs. After a failure,
+ranks may run different tests, so the rank that failed exits, and ``mpirun`` ends the other ranks.
+The next launch continues with the tests without a verdict. If a test hangs, every rank prints its
+stacks, and the test has failed. The plugin does not import hpctrain, because the tests also run
+with Horovod itself.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""Run Horovod's own tests against hpctrain and print what became of each.
+"""Run Horovod's own tests against hpctrain and print the outcome of each test.
 
     python -m tests.conformance.suite HOROVOD_SRC [--ranks 1 2 3 4] [-k EXPRESSION]
 
@@ -6,8 +6,9 @@ HOROVOD_SRC is a checkout of Horovod 0.28.1, which is read and not changed:
 
     git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod
 
-``--horovod PYTHON`` runs them with the Horovod of that Python instead, for comparison;
-``--engine horovod`` with hpctrain on the Horovod of this Python.
+``--horovod PYTHON`` runs the tests with the Horovod of another Python installation, for
+comparison. ``--engine horovod`` runs the tests with hpctrain on the engine of the installed
+Horovod.
 """
 
 import argparse
@@ -33,7 +34,7 @@ HOW_TO_GET_IT = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run the files, print the table; 1 if a test failed that should not have, or the reverse."""
+    """Run the files and print the table; return 1 if a test failed or passed unexpectedly."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, nargs="?", help="a checkout of Horovod")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
@@ -91,7 +92,7 @@ class Table:
         return {"failed": "expected", "passed": "NOT EXPECTED"}.get(outcome, outcome)
 
     def lines(self) -> list[str]:
-        """Make a line for each test, a column for each number of ranks; then reasons and sums."""
+        """Return the table, with a line per test and a column per number of ranks."""
         tests = list(dict.fromkeys(test for record in self.found.values() for test in record))
         width = max((len(test) for test in tests), default=0)
         lines = ["", f"{'':{width}}" + "".join(f"{ranks:>8} ranks" for ranks in self.found)]

@@ -3,9 +3,9 @@
     hpctrain launch -n 4 -- python -m pytest --noconftest -p tests.conformance.torch_ranks \
         DIR/test/distributed/tensor/test_redistribute.py
 
-Torch's harness starts processes for each test; here every rank is one of them. What a test asks of
-gloo is asked of the backend hpctrain, but for ``TORCH_SUITE_BACKEND=gloo``. Tests for another
-number of processes, and those without processes, are left out.
+Torch's harness starts processes for each test; with this plugin, the ranks replace these
+processes. The backend hpctrain replaces gloo, unless ``TORCH_SUITE_BACKEND=gloo`` is set. Tests
+for another number of processes and tests without processes are left out.
 """
 
 import inspect
@@ -86,7 +86,7 @@ def _as_process() -> Generator[Any]:
 
 
 def _run_together(run: Callable[[Any], object]) -> unittest.SkipTest | None:
-    """Return when all ranks have finished; a rank that fails ends the launch."""
+    """Run a test, and return when all ranks have finished it; a failed rank ends the launch."""
     skip: unittest.SkipTest | None = None
     try:
         with _as_process() as pipe:
@@ -181,7 +181,7 @@ _has_run: set[bool] = set()
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """End before a second test with RPC, which a process can run only once."""
+    """End the session before a second test with RPC: a process can use RPC only once."""
     has_rpc = issubclass(item.cls, RpcAgentTestFixture)
     if has_rpc and has_rpc in _has_run:
         WORLD.Barrier()  # all ranks have written the outcome of the previous test

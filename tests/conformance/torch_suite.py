@@ -1,10 +1,10 @@
-"""Run torch's own tests over gloo and over hpctrain: what passes there must pass here.
+"""Run torch's own tests over gloo and over hpctrain: a test that passes over gloo must pass.
 
     python -m tests.conformance.torch_suite [TORCH_SRC] [--ranks 2 3 4] [-k EXPRESSION]
 
-Those of torch's wheel, and with TORCH_SRC, a checkout of PyTorch, those of ``test/distributed`` in
-it that start processes and need no accelerator. It is read and not changed, and is of the version
-of this torch:
+The suite has the tests in torch's wheel. With TORCH_SRC, a checkout of PyTorch, it also has the
+tests in ``test/distributed`` that start processes and need no accelerator. The checkout must have
+the version of the installed torch, and is not changed:
 
     git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch
 """
@@ -53,7 +53,7 @@ HOW_TO_GET_IT = (
 
 
 def compare(gloo: Record, ours: Record) -> Iterator[str]:
-    """Yield a description for each test that passes over gloo and not over hpctrain."""
+    """Yield a description of each test that passes over gloo but not over hpctrain."""
     for test, with_gloo in gloo.items():
         if with_gloo.outcome != "passed":
             continue
@@ -74,7 +74,7 @@ class Runs:
         self.lines: list[str] = []
 
     def of(self, file: Path, name: str, ranks: int) -> None:
-        """Run a file over both backends, unless no test passes over gloo."""
+        """Run a file over gloo and, if a test passes, over hpctrain."""
         gloo = self.run(file, name, ranks, "gloo")
         passed = {test for test, found in gloo.items() if found.outcome == "passed"}
         if not passed:
@@ -104,7 +104,7 @@ class Runs:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the files, print the table; 1 if what passes over gloo does not over hpctrain."""
+    """Run the files and print the table; return 1 if a test passes only over gloo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, nargs="?", help="a checkout of PyTorch")
     parser.add_argument("--files", nargs="+", help=f"only these patterns, in {FOLDER}")

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.rpc_utils import SpawnHelper
 
 
 class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):
-    """Run on any number of processes that is useful for the tests."""
+    """Tests of torch.distributed on a number of processes that the tests support."""
 
     @property
     def world_size(self) -> int:
@@ -28,8 +28,8 @@ class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):
 
 
 class TestDdpComparison(with_rpc.DdpComparisonTest, TensorPipeRpcAgentTestFixture, SpawnHelper):
-    """Compare DDP with calls of functions on other processes, of which there are four."""
+    """Compare DDP with RPC to other processes; there are four processes."""
 
 
 class TestDdpWithin(with_rpc.DdpUnderDistAutogradTest, TensorPipeRpcAgentTestFixture, SpawnHelper):
-    """Train DDP inside a model that is partly on another process; six processes."""
+    """Train with DDP inside a model that is partly on another process; there are six processes."""

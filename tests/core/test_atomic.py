@@ -1,4 +1,4 @@
-"""Check that a file is published completely, or the old one is kept."""
+"""Check that a file is replaced completely, or the old file is kept."""
 
 import errno
 import zlib

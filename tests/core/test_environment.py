@@ -1,4 +1,4 @@
-"""Check that only the tables of settings and launchers read variables of the environment."""
+"""Check that only the modules of settings and launchers read environment variables."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Check Horovod's environment variables: used where they have a meaning, else reported."""
+"""Check Horovod's environment variables: used if hpctrain has an equivalent, else reported."""
 
 import math
 import re

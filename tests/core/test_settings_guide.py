@@ -1,6 +1,6 @@
 """Check that the table of ``hpctrain guide settings`` equals the table of settings.
 
-``python -m tests.core.test_settings_guide`` rewrites it.
+``python -m tests.core.test_settings_guide`` rewrites the table in the guide.
 """
 
 import ast

@@ -1,8 +1,8 @@
-"""Check names of torch: private ones are used in one module, others exist in the oldest torch.
+"""Check names of torch: one module uses private names; public names exist in the oldest torch.
 
 ``torch_names.txt`` records the public names that the package uses. All of them exist in the oldest
-supported torch, where ``make versions`` runs this file. After checking a new name there, record
-it: ``python -m tests.core.test_torch_names``.
+supported torch, where ``make versions`` runs this file. After a check of new names
+there, ``python -m tests.core.test_torch_names`` records the names.
 """
 
 import ast
@@ -53,7 +53,7 @@ def names_of(path):
 
 
 def used():
-    """Return all names, and where each is used first."""
+    """Return all names of torch that the package uses, each with the place of its first use."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         if path != COMPAT:

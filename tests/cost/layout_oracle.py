@@ -10,8 +10,11 @@ Found = namedtuple("Found", "seconds memory layout")
 
 
 def fewest_on_a_node(group_of, ranks_per_node, world, inner):
-    """How many members any group has on any of its nodes at least; 1 where ``inner`` neighbours,
-    which count as one member, are on two nodes."""
+    """Return the least number of members that a group has on one of its nodes.
+
+    A block of ``inner`` consecutive ranks counts as one member. The result is 1 if a block is on
+    two nodes.
+    """
     for first in range(0, world, inner):
         if first // ranks_per_node != (first + inner - 1) // ranks_per_node:
             return 1
@@ -22,7 +25,7 @@ def fewest_on_a_node(group_of, ranks_per_node, world, inner):
 
 
 def groups(tp, pp, dp, cp, local):
-    """Members inside a node of each axis: tp varies fastest, then cp, pp and dp."""
+    """Return, for each axis, the members of a group on one node; order: tp, cp, pp, dp."""
     world, strides = tp * pp * dp * cp, {"tp": 1, "cp": tp, "pp": tp * cp, "dp": tp * cp * pp}
     sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
     return {
@@ -34,7 +37,7 @@ def groups(tp, pp, dp, cp, local):
 
 
 def halvings(many):
-    """Rounds until all have heard of all, each of which doubles who has."""
+    """Return the rounds until all ranks have the data of all, if each round doubles the data."""
     rounds = 0
     while 2**rounds < many:
         rounds += 1
@@ -42,7 +45,7 @@ def halvings(many):
 
 
 class Case:
-    """A model on a machine by bare numbers."""
+    """A model on a machine, described by plain numbers."""
 
     def __init__(self, **numbers):
         self.__dict__.update(numbers)
@@ -52,7 +55,7 @@ class Case:
         self.layer = (self.parameters - (words if self.tied else 2 * words)) / self.layers
 
     def collective(self, num_bytes, size, inside):
-        """All-gather or reduce-scatter of two levels: inside a node, then between nodes."""
+        """Return the seconds of an all-gather or reduce-scatter, inside and between nodes."""
         nodes = size // inside
         share = self.network_rate / -(-self.local // self.nics)
         seconds = halvings(inside) * self.node_latency + halvings(nodes) * self.network_latency
@@ -60,14 +63,14 @@ class Case:
         return seconds + num_bytes / inside * (nodes - 1) / nodes / share
 
     def neighbour(self, num_bytes, messages, size, inside):
-        """Messages to a neighbour, one of which is on another node unless all are on one."""
+        """Return the seconds of messages to a neighbour, on the same node or not."""
         if inside == size:
             return messages * self.node_latency + num_bytes / self.node_rate
         share = self.network_rate / -(-self.local // self.nics)
         return messages * self.network_latency + num_bytes / share
 
     def stages(self, pp):
-        """For each stage: its layers, parameters beside them, and whether it has the output."""
+        """Yield for each stage: its layers, other parameters, and True if it has the output."""
         for stage in range(pp):
             layers = sum(1 for layer in range(self.layers) if layer % pp == stage)
             first, last = stage == 0, stage == pp - 1
@@ -75,15 +78,18 @@ class Case:
             yield layers, copies * self.words, last
 
     def in_flight(self, stage, micro, pp, virtual, schedule):
-        """Micro-batches that a rank holds at once (Narayanan 2021, Qi 2024): what it takes before
-        its first backward and one more, each of a part of its layers."""
+        """Return the number of micro-batches whose activations a rank stores at the same time.
+
+        A rank stores the micro-batches that it processes before its first backward, and one more;
+        each of them is for a part of the layers of the rank (Narayanan 2021, Qi 2024).
+        """
         if schedule == "zero_bubble":
             return min(micro, pp)
         ahead = pp - 1 - stage if virtual == 1 else 2 * (pp - 1 - stage) + (virtual - 1) * pp
         return min(micro * virtual, ahead + 1) / virtual
 
     def memory(self, tp, pp, dp, cp, zero, size, recompute, virtual, schedule):
-        """Bytes of the fullest rank, over all stages (Rajbhandari 2020, Korthikanti 2022)."""
+        """Return the bytes of the rank with most memory (Rajbhandari 2020, Korthikanti 2022)."""
         ranks, micro = dp * cp, self.batch // (dp * size)
         s, b, h, a = self.sequence, size, self.hidden, self.heads
         scores = 0 if self.fused else 5 * a * s * s * b
@@ -110,7 +116,7 @@ class Case:
         return max(totals)
 
     def seconds(self, tp, pp, dp, cp, zero, size, recompute, virtual, schedule):
-        """A step (Narayanan 2021; Alpa's latency of a pipeline)."""
+        """Return the seconds of a step (Narayanan 2021; pipeline latency of Alpa)."""
         near, micro = groups(tp, pp, dp, cp, self.local), self.batch // (dp * size)
         tokens, h = size * self.sequence, self.hidden
         rate = self.flops / max(1, self.per_core)
@@ -157,7 +163,7 @@ class Case:
         )
 
     def everything(self):
-        """All layouts that keep the rules: those that fit, and how many there are."""
+        """Return the layouts that obey the rules and fit into memory, and their total number."""
         axes, num, fitting, least = range(1, self.world + 1), 0, [], float("inf")
         for tp, pp, dp, cp in product(axes, repeat=4):
             if tp * pp * dp * cp != self.world or self.batch % dp or self.heads % tp:

@@ -1,4 +1,4 @@
-"""The closed forms: what the algorithms of the project do, never below the bounds."""
+"""Check closed forms: equal to the messages of the algorithms, and never below lower bounds."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def sent_by_each(name, size, numel=NUMEL):
-    """Bytes and messages that each rank sends when it carries the algorithm out."""
+    """Return the number of bytes and of messages that each rank sends in an algorithm."""
 
     def work(wire):
         algorithms.ALGORITHMS[name](wire, torch.ones(numel), combination(torch.float32, Op.SUM))
@@ -72,7 +72,7 @@ def test_each_rank_of_a_ring_sends_two_k_minus_one_over_k(numel, size, share):
 
 
 def leaving_first_node(name, nodes, ranks):
-    """Return the bytes that the first node sends to others, relative to the message."""
+    """Return the bytes that the first node sends to other nodes, divided by the message size."""
     total = 0
 
     def work(wire):

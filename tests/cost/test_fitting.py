@@ -1,4 +1,4 @@
-"""Check the fit: it recovers the figures that made the times, and its stated error."""
+"""Check the fit: it finds the figures from which the times were made, and its error is right."""
 
 import json
 import math
@@ -39,7 +39,7 @@ WAYS = (("ring", 2, "none"), ("doubling", 2, "none"), ("halving", 0, "none"), ("
 
 
 def made(noise=0.0, seed=0):
-    """Return points of ``TRUE``, each with a log-normal error of this spread."""
+    """Return points of the machine ``TRUE``, with a log-normal error of spread ``noise``."""
     random = np.random.default_rng(seed)
     points = []
     for nodes, ranks in SHAPES:

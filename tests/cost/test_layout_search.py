@@ -29,7 +29,7 @@ def axes(choice):
 
 
 def drawn(seed):
-    """Draw a small case; each of the terms matters in some cases."""
+    """Draw a small case; each term of the time matters in some of the cases."""
     some = random.Random(seed)
     nodes, local = some.choice(
         [(1, 1), (1, 4), (2, 2), (2, 3), (3, 4), (2, 6), (4, 3), (5, 1), (2, 8)]

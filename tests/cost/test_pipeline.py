@@ -58,7 +58,7 @@ def played(schedule, forward_s, backward_s, micro):
 
 
 def of_torch(kind, stages, virtual, micro):
-    """Return torch's orders for each rank, without processes."""
+    """Return the order of work that torch plans for each rank, without starting processes."""
     theirs = object.__new__(kind)
     theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = stages, virtual, micro
     theirs.number_of_rounds = max(1, micro // stages)
@@ -80,7 +80,7 @@ NEEDS = {
 
 
 def played_of_torch(orders, seconds, last):
-    """Simulate as ``played``, with backward optionally split; seconds of a micro-batch by kind."""
+    """Simulate the orders of torch, also with split backward; ``seconds`` are by kind of work."""
     done, clock, most = {}, [0.0] * len(orders), [0] * len(orders)
     left, held = [[*order] for order in orders], [0] * len(orders)
     seconds = {**seconds, "FULL_BACKWARD": seconds["BACKWARD_INPUT"] + seconds["BACKWARD_WEIGHT"]}

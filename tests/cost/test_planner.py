@@ -1,4 +1,4 @@
-"""Check the planner: its choice is the best, and its statements on more nodes are correct."""
+"""Check the planner: its choice is the best, and its statements about more nodes are correct."""
 
 import math
 from dataclasses import replace

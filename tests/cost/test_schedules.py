@@ -1,4 +1,4 @@
-"""Check schedules: the view of one rank equals that of all, and each share is summed once."""
+"""Check schedules: for one rank or for all ranks they are equal; each share is summed once."""
 
 import math
 
@@ -16,7 +16,7 @@ def rounds_of(name, rank, size):
 
 
 def for_each(rounds, size):
-    """Give every field of every round a value for each rank."""
+    """Return rounds in which every field has a value for each rank."""
     return [Round(*(np.broadcast_to(field, size) for field in each)) for each in rounds]
 
 

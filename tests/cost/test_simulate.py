@@ -51,7 +51,7 @@ def test_segments_of_a_double_tree_follow_each_other(ranks):
 
 
 def one_by_one(name, num_bytes, machine, start):
-    """Simulate the messages of each rank, one after the other."""
+    """Simulate messages one by one, instead of all messages of a round together."""
     size, link = machine.num_ranks, machine.network
     schedule = SCHEDULES[name]
     num_segments = schedule.num_segments(num_bytes, size)

@@ -1,4 +1,4 @@
-"""Check sizes of transformers: figures of papers, and defaults of sizes that are not given."""
+"""Check sizes of transformers: figures from papers, and estimates of sizes that are not given."""
 
 import math
 

@@ -78,7 +78,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Flip one bit of a file in place; a second call restores it."""
+    """Flip one bit of a file in place; a second call restores the bit."""
     with path.open("r+b") as file:
         file.seek(position)
         (byte,) = file.read(1)

@@ -57,7 +57,7 @@ def check_crcs(
 
 
 def check_offsets(path: Path, file: h5py.File, name: str, place: Place) -> None:
-    """Assert that the bytes at an offset equal those that HDF5 reads."""
+    """Assert that the bytes at an offset equal the bytes that HDF5 reads."""
     offsets = {"data": place.offset, "crc": place.crc_offset, "index": place.index_offset}
     with path.open("rb") as raw:
         for group, offset in offsets.items():

@@ -1,8 +1,8 @@
 """Rewrite a data set repeatedly, in programs that tests kill; see ``test_kills``.
 
-``python -m tests.data.rewrite serve`` imports everything once and forks a writer for each line of
-its input, which holds the kind of writer, a number and a directory. At the next line it kills the
-writer, whose output ends with an empty line.
+``python -m tests.data.rewrite serve`` imports everything once, and forks a writer for each line of
+its input. A line has the kind of writer, a number and a directory. The next line kills the writer;
+after its output, the server prints an empty line.
 
 ``mpirun python -m tests.data.rewrite ranks DIRECTORY`` writes with all ranks.
 """

@@ -155,7 +155,7 @@ def test_rank_that_cannot_start_reading_raises_on_all_ranks(
 
 
 class OwnError(CorruptError):
-    """Raise an error that cannot be recreated from its arguments."""
+    """An error that cannot be recreated from its arguments."""
 
     def __init__(self, start):
         super().__init__(f"sample {start}", start, start + 1)

@@ -1,4 +1,4 @@
-"""Check ``shard``: the ranks together read the batches of one process with the same loader."""
+"""Check ``shard_data``: the ranks together read the batches that one process would read."""
 
 import multiprocessing
 import tracemalloc
@@ -41,7 +41,7 @@ class Numbers(Dataset):
 
 
 class Counting(IterableDataset):
-    """Yield the same samples in order; its workers divide them."""
+    """Yield the samples of ``Numbers`` in order; the workers of a loader divide the samples."""
 
     def __init__(self, length=22):
         self.length = length
@@ -304,7 +304,7 @@ def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(wor
 
 
 class Of(IterableDataset):
-    """Yield samples of one kind, from a list or a function of it."""
+    """Yield the samples that ``make`` contains or returns."""
 
     def __init__(self, make):
         self.make = make

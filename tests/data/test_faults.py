@@ -1,4 +1,4 @@
-"""Check damaged, lost or changed files: exact samples, or an error that names the lost ones."""
+"""Check damaged, lost or changed files: exact samples, or an error that names the lost samples."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 
 @pytest.fixture(params=["map", "read"])
 def io(request):
-    """Parametrize over the methods of reading plain bytes."""
+    """Parametrize over the methods of reading uncompressed bytes."""
     return request.param
 
 

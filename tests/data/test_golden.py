@@ -1,4 +1,4 @@
-"""Check that old data sets stay readable, also by old tools, without data of other files.
+"""Check that old data sets stay readable, also by h5dump; no data of other files are read.
 
 ``golden/plain`` was written before ragged and compressed fields existed, ``golden/kinds``
 afterwards; neither must be rewritten.

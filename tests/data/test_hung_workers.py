@@ -68,7 +68,7 @@ def make_hang_while_it_is_loaded():
 
 @pytest.fixture(scope="module")
 def hung(dataset_of, tmp_path_factory):
-    """Return pools by the kind of hang, a future that fails, and a folder of process ids.
+    """Return a pool for each kind of hang, a future that fails, and a folder of process ids.
 
     All workers hang at the same time, so that the tests wait for the limit only once.
     """

@@ -1,7 +1,7 @@
 """Check that kills and losses of power leave the old or the new data set, complete.
 
-A few kills of one process are the default, and in ``make conformance`` one kill of a rank of two;
-``HPCTRAIN_TEST_KILLS=200`` runs 200, and 10 of a rank.
+By default a few writers are killed, and in ``make conformance`` also one of two ranks.
+``HPCTRAIN_TEST_KILLS=200`` kills 200 writers and 10 ranks.
 """
 
 import json
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.limit(60 + 2 * KILLS)
 
 
 class Server:
-    """Start writers without the time of imports."""
+    """Start writers from a process that has already imported everything."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -130,7 +130,7 @@ FIELDS = {"x": ((), "i8"), "words": Field.of((), "i8", ragged=True)}
 
 
 def write(folder, comm, key):
-    """Write full shards, and a partial one on each rank."""
+    """Write full shards, and one partial shard on each rank."""
     with ShardWriter(folder, FIELDS, samples_per_shard=3, comm=comm, resume_key=key) as writer:
         for _ in range(2):
             writer.append({"x": [comm.rank] * 4, "words": [[1], [], [2, 3], [4]]})

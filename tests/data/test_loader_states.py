@@ -75,13 +75,13 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule()
     def leave(self):
-        """Leave the pass early: the next one continues with the first batch not delivered."""
+        """Leave the pass early: the next pass starts with the first batch not delivered."""
         self.old, self.old_consumed, self.passes = self.passes, self.consumed, None
 
     @precondition(lambda self: self.old)
     @rule()
     def use_a_pass_that_has_ended(self):
-        """Use a pass that was left, which works only as long as nothing else has happened."""
+        """Assert that a pass that was left has ended, if a new pass has begun."""
         if self.passes is not None:
             self.assert_ended(self.old[0], self.old_consumed)
         self.old = None
@@ -115,7 +115,7 @@ class LoaderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(size=SIZES, batch=BATCHES, is_new=st.booleans())
     def load(self, size, batch, is_new):
-        """Load into these loaders, or into those of another number of ranks and batch size."""
+        """Load a state, possibly into new loaders with other numbers of ranks and batch sizes."""
         if is_new:
             self.old = None
             self.make(size, batch)

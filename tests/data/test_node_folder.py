@@ -54,7 +54,7 @@ int flock(int file, int operation) {
 
 @pytest.fixture(params=["disk", pytest.param("nfs", marks=pytest.mark.requires("compiler"))])
 def environ(request, tmp_path_factory):
-    """Return the environment of processes whose files are locked as on a disk, or as on NFS."""
+    """Return the environment of processes, with file locks as on a disk, or as on NFS."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if request.param == "nfs":
         folder = tmp_path_factory.mktemp("nfs")
@@ -136,7 +136,7 @@ def test_the_last_user_removes_the_folder_and_a_folder_without_locks_leaves_noth
 
 @pytest.fixture
 def node(monkeypatch, tmp_path):
-    """Provide a node whose folders are where their names say: in memory, on a disk, elsewhere."""
+    """Provide a node; the name of a folder determines its file system, such as ``memory``."""
     for name in ("SLURM_TMPDIR", "TMPDIR", "HPCTRAIN_STAGE_DIR"):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""Check that packing resumes after a kill, detects the kind of a source, and rejects others."""
+"""Check that packing resumes after a kill, detects kinds of sources, and rejects unknown kinds."""
 
 import errno
 import subprocess

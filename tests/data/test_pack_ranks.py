@@ -1,4 +1,4 @@
-"""Check that ranks together pack the same as one rank, and all raise an error of one."""
+"""Check that several ranks pack the same data set as one rank, and all raise an error of one."""
 
 import tarfile
 from io import BytesIO
@@ -34,7 +34,7 @@ def rows():
 
 @pytest.fixture
 def folder(comm, tmp_path, monkeypatch):
-    """Provide the current directory of all ranks, which all can access."""
+    """Provide a common current directory that all ranks can access."""
     shared = Path(comm.broadcast_object(str(tmp_path)))
     if comm.rank == 0:
         write(shared)

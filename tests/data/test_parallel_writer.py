@@ -1,4 +1,4 @@
-"""Check that ranks write one data set concurrently, in the order of ranks, or none."""
+"""Check that ranks concurrently write one data set in the order of ranks, or no data set."""
 
 import numpy as np
 import pytest

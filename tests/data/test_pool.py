@@ -220,7 +220,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def rank():
-    """Run a process with a pool; return it and the processes of its pool."""
+    """Run a process with a pool; return this process and the processes of the pool."""
     with subprocess.Popen(
         [sys.executable, "-c", RANK],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Check blocks that are read ahead: checked, with errors raised at the damaged samples."""
+"""Check that blocks are verified when they are read ahead, with errors at the damaged samples."""
 
 import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Check that samples are read as written, with any method and by any thread or process."""
+"""Check that any method, thread and process reads the samples that were written."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Check that a repaired data set is complete, with every shard that the copy still has."""
+"""Check that a repaired data set has every shard that the copy still has."""
 
 import json
 import shutil

@@ -1,6 +1,6 @@
-"""Check that a writer resumes after an interrupted one with equal settings, or restarts.
+"""Check that a writer resumes the work of an interrupted writer with equal settings, or restarts.
 
-Here a failing program replaces a kill; kills are in ``test_kills``.
+The interrupted writers are programs that fail; ``test_kills`` checks writers that are killed.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Check that a staged data set gives the same samples, checked, from one copy per node."""
+"""Check that a staged data set gives the same verified samples from one copy per node."""
 
 import gc
 import logging
@@ -43,7 +43,7 @@ def folder(comm, tmp_path):
 
 @pytest.fixture
 def write(comm, folder):
-    """Write a data set in three shards, the last one short; return it, opened by all ranks."""
+    """Write a data set of three shards, of which the last is short; open it on all ranks."""
 
     def make(compression=None):
         if comm.rank == 0:
@@ -240,6 +240,6 @@ def test_the_ranks_of_a_node_hold_one_copy(comm, folder):
 
 
 def pss_bytes():
-    """Memory of this process, each page divided by the number of processes that share it."""
+    """Return the memory of this process; shared pages are divided by the number of processes."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -1,4 +1,4 @@
-"""A data set gives ``torch.utils.data.DataLoader`` the same samples as its own loader."""
+"""Check that ``torch.utils.data.DataLoader`` gives the same samples as ``hpctrain.Loader``."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a data set is found, and what is said of it is exact."""
+"""Check that ``verify`` finds every fault of a data set, and describes it exactly."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def damaged(original, tmp_path):
-    """Give a copy to be damaged."""
+    """Return a copy of the data set, to be damaged."""
     shutil.copytree(original, tmp_path / "set")
     return tmp_path / "set"
 

@@ -1,4 +1,4 @@
-"""Check that written files are plain HDF5, and failures leave the old data set or none."""
+"""Check that written files are plain HDF5, and that failures leave the old data set or none."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Compare calls that take parameters on the accelerator of torch and on the CPU.
+"""Compare the results of calls with parameters on the accelerator of torch and on the CPU.
 
-Usage: ``calls.py FOLDER [NAME ...]``, below any launcher.
+Usage: ``calls.py FOLDER [NAME ...]``, started by any launcher.
 """
 
 import importlib
@@ -96,7 +96,7 @@ def restored(device: torch.device, _: Path) -> Found:
 
 
 def kept(device: torch.device, folder: Path) -> Found:
-    """Save pinned and ordinary tensors, in the background and synchronously."""
+    """Save checkpoints of pinned and of ordinary tensors, in the background and synchronously."""
     comm, found, busy = current().comm, list[Tensor](), torch.zeros(700, 700, device=device)
     for background in (True, False):
         manager = Manager(folder / f"{device.type}-{background}", comm, background=background)

@@ -1,7 +1,7 @@
 """Train models divided between ranks on CUDA, and compare with one process on the CPU.
 
-Usage: ``meshes.py [NAME ...]``, below any launcher. NCCL sends the tensors; ranks may share a GPU
-from NCCL 2.30 on.
+Usage: ``meshes.py [NAME ...]``, started by any launcher. NCCL sends the tensors. With NCCL 2.30 or
+later, ranks may share a GPU.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""Run trainings on the accelerator of torch, below any launcher: ``runs.py FOLDER [NAME ...]``.
+"""Run trainings on the accelerator of torch, under any launcher: ``runs.py FOLDER [NAME ...]``.
 
-The runs learn as on the CPU, resume with the same results, are evaluated again and write outputs.
+The program checks that runs learn as on the CPU, resume with the same results, can be evaluated
+again and can write outputs.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Check that accelerators give the results of the CPU, here on an asynchronous simulated one.
+"""Check that a simulated, asynchronous accelerator gives the results of the CPU.
 
-``MCPU_SITE`` names a folder with torch_mcpu; the programs run on any other accelerator, too.
+``MCPU_SITE`` names a folder with torch_mcpu. The programs also run on real accelerators.
 """
 
 import sys

@@ -111,7 +111,8 @@ def smi(**told):
 def with_(environ=None, **changes):
     """Return the healthy machine with another environment and other facts.
 
-    ``memory={"shm_free_bytes": 0}`` changes a part, any other value replaces the whole.
+    A dict such as ``memory={"shm_free_bytes": 0}`` changes fields of a fact. Any other value
+    replaces the fact.
     """
     parts = {
         name: replace(getattr(HEALTHY, name), **change)
@@ -128,7 +129,7 @@ def rank(host="a", **changes):
 
 
 def rows(table):
-    """Return the rows of a table by check, as parameters."""
+    """Return the rows of all checks in a table as parameters of pytest."""
     return [
         pytest.param(check, *row, id=f"{check.__name__}-{number}")
         for check, found in table.items()
@@ -137,7 +138,7 @@ def rows(table):
 
 
 def assert_judged(check, facts, levels, words):
-    """Assert the levels of a check's findings, and words of the last one."""
+    """Assert the levels of a check's findings, and words in the last finding."""
     found = named("a check", check(facts))
     assert " ".join(each.level for each in found) == levels
     assert all(each.do for each in found if each.is_wrong)

@@ -1,4 +1,4 @@
-"""Run a command for which the kernel rejects one system call, or never answers it.
+"""Run a command for which the kernel rejects one system call, or blocks in this call forever.
 
 ``python refuse.py flock ENOLCK command ...`` acts like a file system without locks, ``python
 refuse.py flock hang command ...`` like one whose lock server is unreachable.

@@ -30,7 +30,7 @@ print(json.dumps([asdict(each) for each in check_directories(with_(directories=(
 
 
 def findings(directory, *before, limit_s=60):
-    """Return the findings for a directory in a process started below ``before``."""
+    """Return the findings for a directory, from a process started by the command ``before``."""
     done = ended(
         [*before, sys.executable, "-c", TRY, str(directory), str(limit_s)],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""Check all checks together on real ranks: healthy ones, and ones with inserted faults."""
+"""Check all checks together on real ranks, healthy or with inserted faults."""
 
 import os
 

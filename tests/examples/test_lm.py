@@ -1,4 +1,4 @@
-"""Check the language model: equal losses in every layout, resuming in another one, and output."""
+"""Check the language model: equal losses in every layout, resume in another layout, and output."""
 
 import importlib
 import json

@@ -64,7 +64,7 @@ def test_the_environment_of_conda_has_what_hpctrain_asks_for():
 
 
 def range_of_spack(text):
-    """Return a range of Spack: ``1.2:3`` is from 1.2 to all of 3, ``2.13`` all of 2.13."""
+    """Parse a version range of Spack: ``1.2:3`` is 1.2 up to any 3.x, ``2.13`` is any 2.13.x."""
     first, colon, last = text.partition(":")
     if not colon:
         return SpecifierSet(f"=={first}.*")

@@ -1,4 +1,4 @@
-"""Every claim of the tour holds, and one that does not hold ends its script with an error."""
+"""Check that every claim of the tour holds, and that a false claim is an error."""
 
 import re
 

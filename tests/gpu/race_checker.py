@@ -110,7 +110,7 @@ class Checker:
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Generator[None]:
-        """Act as another host thread inside the block; its clock starts from this thread's."""
+        """Act inside the block as another host thread, which was started by this thread."""
         was, streams = self.host, self._here.__dict__.get("streams", [])
         self.join(name, self.clocks[was])
         self._here.host, self._here.streams = name, []
@@ -153,7 +153,7 @@ class Checker:
                 self._freed.append(memory)
 
     def _reuse(self, actor: str) -> None:
-        """Let a stream reuse the freed memory that it had allocated."""
+        """Let a stream reuse the freed memory that the stream had allocated."""
         known = dict(self.clocks[actor])
         for other, number in self.clocks[self.host].items():  # as of the launch
             known[other] = max(known.get(other, 0), number)

@@ -1,4 +1,4 @@
-"""Define the sides of a comparison, ranks or one process with all rows, and the cases."""
+"""Define the cases, and the two sides of a comparison: ranks, or one process with all rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

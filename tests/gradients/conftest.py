@@ -1,4 +1,4 @@
-"""Provide worlds of one and several nodes, each kept for as many tests of a file as possible."""
+"""Provide worlds of one and several nodes; a world is kept for the next tests if possible."""
 
 from collections.abc import Generator
 from types import ModuleType

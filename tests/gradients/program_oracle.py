@@ -18,15 +18,16 @@ def place_of(grad):
 
 
 class RefusedToOneError(Exception):
-    """Torch raises for a statement on some replicas only, and the script ends before it."""
+    """Raised if torch raises for a statement on only some replicas; the script ends before it."""
 
 
 class Oracle:
     """Run all replicas of a script, statement by statement.
 
-    A statement has a meaning: ``each`` runs the line on every replica; ``backward`` also reduces
-    the gradients; ``partial`` does not, because a rank has skipped backward; ``step`` reduces
-    first; ``raw`` steps without reducing; ``sync`` only reduces.
+    A statement has one of these meanings: ``each`` runs the line on every replica. ``backward``
+    runs the line and then reduces the gradients. ``partial`` runs the line without a reduction,
+    because a rank has skipped backward. ``step`` reduces and then steps. ``raw`` steps without a
+    reduction. ``sync`` only reduces.
     """
 
     def __init__(self, prelude, size, nodes):
@@ -192,7 +193,7 @@ class Stub:
         return self._oracle.size
 
     def broadcast_parameters(self, *_, **__):
-        """Do nothing: replicas are equal when this is called."""
+        """Do nothing, because replicas are equal when a script calls this method."""
 
     def _nth(self, make):
         """Return the object that all replicas make in this call."""

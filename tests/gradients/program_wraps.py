@@ -59,7 +59,7 @@ class Wrap:
 
     @torch.no_grad()
     def reduce(self):
-        """Average the gradients of all replicas, except those already reduced."""
+        """Average the gradients of all replicas that are not reduced yet."""
         self.done = 0
         if self.op == "adasum" or self.optimizers[-1] is None:
             return
@@ -93,7 +93,7 @@ class Wrap:
 
     @torch.no_grad()
     def after_step(self):
-        """Combine two replicas by Adasum: add orthogonal changes, average equal ones."""
+        """Combine two replicas by Adasum: add orthogonal changes, average equal changes."""
         self.done = 0
         if self.op != "adasum":
             return

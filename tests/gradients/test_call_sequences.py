@@ -109,7 +109,7 @@ class Sequence:
             self._backward(self.draw.choice(parts))
 
     def pass_left_over(self):
-        """Run one pass of two, then discard it, restore a state, or step."""
+        """Run one of two passes, then discard its gradients, restore a state, or step."""
         self.zero(is_none=True)
         what = self.draw.choice(["zero", "load", "step"])
         self._backward("all")

@@ -1,4 +1,4 @@
-"""Check ranks with fewer batches than others: ``join`` takes part in the steps of the others."""
+"""Check ranks with fewer batches: ``join`` takes part in the remaining steps of other ranks."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Check that the ranks compare replicas at shutdown, and that all ranks raise or none does."""
+"""Check that the ranks compare replicas at shutdown, and that either all ranks raise or none."""
 
 import gc
 from contextlib import contextmanager

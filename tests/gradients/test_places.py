@@ -1,4 +1,4 @@
-"""Check that accelerator gradients obey the laws of host gradients, wherever summed."""
+"""Check that accelerator gradients obey the laws of host gradients, summed on host or device."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ def carry_out(program):
 
 
 def foretell(program):
-    """Return the traces of all replicas, the oracle, and the script up to its end."""
+    """Return the traces of all replicas, the oracle, and the executed part of the script."""
     oracle = Oracle(PRELUDE, program.size, program.nodes)
     traces = [Trace([]) for _ in range(program.size)]
     try:

@@ -1,4 +1,4 @@
-"""Check ``shard="node"`` between nodes: sums begin in backward and equal those of the step."""
+"""Check ``shard="node"`` between nodes: sums that begin in backward equal sums in the step."""
 
 import time
 
@@ -76,7 +76,7 @@ def again(model, _, step):
 
 
 def throw_away(model, optimizer, step):
-    """Replace existing gradients by those of another batch."""
+    """Compute gradients of another batch, discard them, then compute the gradients of the step."""
     if step % 2:
         backward(hvd, model, 50 + step)
         optimizer.zero_grad(set_to_none=step < 3)

@@ -1,6 +1,6 @@
 """Check that a rank of ``shard="node"`` killed during an update leaves no partial step.
 
-Ten kills are the default, each of a run that is resumed; ``HPCTRAIN_TEST_KILLS=50`` runs 50.
+By default ten runs are killed and resumed; ``HPCTRAIN_TEST_KILLS=50`` sets the number to 50.
 """
 
 import os

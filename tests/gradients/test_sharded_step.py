@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 def make_model(dtype=torch.float32):
-    """Make a network whose tensors are split at odd places; no loss reaches one of them."""
+    """Make a network whose tensors are split at odd places; one of them is in no loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 257), nn.Tanh(), nn.Linear(257, 131), nn.Linear(131, 3))
     model.unused = nn.Parameter(torch.ones(5))

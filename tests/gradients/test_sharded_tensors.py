@@ -1,4 +1,4 @@
-"""Check ``shard="node"`` with optimizers that read whole tensors: each rank steps some of them."""
+"""Check ``shard="node"`` with optimizers that read whole tensors: each rank steps some tensors."""
 
 from itertools import product
 
@@ -79,7 +79,7 @@ KINDS = [
 
 
 def optimizers(hvd, kind, settings, dtype, **options):
-    """Make a model and its optimizers of two groups each; Muon needs a second one for vectors."""
+    """Make a model and its optimizers with two groups each; Muon needs a second optimizer."""
     model = make_model(dtype)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]

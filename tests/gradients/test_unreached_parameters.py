@@ -1,4 +1,4 @@
-"""The parameters that no backward has reached since the last comparison."""
+"""Check the list of parameters that no backward has reached since the last comparison."""
 
 import random
 

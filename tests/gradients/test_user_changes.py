@@ -78,7 +78,7 @@ OTHER_ON_NODES = {
 
 
 def error_of(script: Callable[[], None], world) -> HpctrainError | None:
-    """Run a script; return its error, which must be of the same kind on all ranks."""
+    """Run a script; return its error, and assert that all ranks raise the same kind of error."""
     error: HpctrainError | None = None
     try:
         script()

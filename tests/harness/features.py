@@ -51,7 +51,7 @@ def _slurm() -> str:
 
 
 def _recovery() -> str:
-    """Open MPI 5, which continues after the death of a rank."""
+    """Open MPI 5, whose launcher continues after the death of a rank."""
     found = find_mpirun()
     return "" if found.flavour == "openmpi5" else f"{found.path} is no Open MPI 5"
 
@@ -179,7 +179,7 @@ FEATURES: dict[str, Callable[[], str]] = {
 
 
 def required() -> set[str]:
-    """Return the features named by HPCTRAIN_REQUIRE; a test that lacks one of them fails."""
+    """Return the features that HPCTRAIN_REQUIRE names; without such a feature its tests fail."""
     names = {name for name in os.environ.get("HPCTRAIN_REQUIRE", "").split(",") if name}
     if unknown := names - FEATURES.keys():
         raise pytest.UsageError(
@@ -191,9 +191,9 @@ def required() -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose features are missing, or fail it if HPCTRAIN_REQUIRE names the feature.
+    """Skip a test if a feature is missing; fail the test if HPCTRAIN_REQUIRE names the feature.
 
-    Runs before all fixtures, because session fixtures need the same features.
+    The hook runs before all fixtures, because session fixtures need the same features.
     """
     # iter_markers includes the marks of the file, which a mark of the function does not replace.
     for name in dict.fromkeys(

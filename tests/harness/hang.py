@@ -1,7 +1,7 @@
 """A watchdog that ends tests that hang.
 
-After the limit of a test, or after a failure on another rank, all ranks print their stacks and
-exit. ``tests/session.py`` then starts a new session that continues after that test.
+When a test exceeds its time limit, or when another rank has failed in the test, all ranks print
+their stacks and exit. ``tests/session.py`` then starts a new session with the tests that follow.
 """
 
 import faulthandler
@@ -44,8 +44,8 @@ FORWARD_S = 0.5
 class Roll:
     """Shared memory with two flags per rank: "has printed its stacks" and "has failed".
 
-    The constructor is collective. Ranks of different hosts do not share the memory; there the
-    watchdog waits for the whole grace period.
+    The constructor is collective. Ranks on different hosts cannot share memory; the
+    watchdog then waits for the whole grace period.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -60,7 +60,7 @@ class Roll:
         path.unlink(missing_ok=True)
 
     def set_printed(self, has_printed: bool) -> None:
-        """Set whether this rank has printed its stacks; False if the test ended after all."""
+        """Set whether this rank has printed its stacks; False if the test ends normally."""
         self._bytes[self.rank] = has_printed
 
     @property
@@ -86,7 +86,7 @@ def limit_of(item: pytest.Item) -> float:
 
 
 class Watchdog:
-    """End the session if a test exceeds its limit or if another rank has failed in it."""
+    """End the session if a test exceeds its time limit, or has failed on another rank."""
 
     def __init__(
         self, nodeid: str, limit_s: float, voice: Voice, roll: Roll, report: Path | None
@@ -108,7 +108,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _backup(self, limit_s: float) -> None:
-        """Arm a timer signal, for a rank that holds the GIL in C code and blocks the thread."""
+        """Arm a timer signal as a backup: C code that holds the GIL blocks the watchdog thread."""
         if not self._over.is_set():
             faulthandler.dump_traceback_later(limit_s + GRACE_S / 2, file=self._voice.stream)
             signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
@@ -157,7 +157,7 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGALRM)
 
     def record(self, reason: str) -> None:
-        """Write to the journal why the session may end with this test."""
+        """Write to the journal the reason why the session may end with this test."""
         if self._report is not None:
             entry = {"ended": self._nodeid, "rank": self._roll.rank, "reason": reason}
             append(self._report, entry)

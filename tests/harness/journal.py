@@ -79,7 +79,7 @@ class Journal:
 
 
 def append(path: Path, *entries: dict[str, Any]) -> None:
-    """Append lines to a journal with one write, so that several processes may append."""
+    """Append lines to a journal in one write, so that several processes may append."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -95,7 +95,7 @@ class JournalWriter:
         append(path, {"mpi": mpi, "ranks": ranks, "python": sys.version.split()[0]})
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Record the number of tests; the controller of pytest-xdist collects none."""
+        """Record the number of tests, except in the controller of pytest-xdist."""
         self._collected(item.nodeid for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
@@ -114,11 +114,11 @@ class JournalWriter:
         append(self.path, {"started": nodeid})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add one phase of a test."""
+        """Add the report of one phase of a test."""
         self._add(report, report.duration)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Add a file that could not be collected."""
+        """Record a file that pytest could not collect."""
         if not report.passed:
             self._add(report, 0.0)
 
@@ -128,7 +128,7 @@ class JournalWriter:
             append(self.path, asdict(outcome))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Record outcomes without a logfinish event, such as import errors, and the exit code."""
+        """Record the exit code, and outcomes without a logfinish event, such as import errors."""
         rest = [asdict(outcome) for outcome in self.outcomes.values()]
         append(self.path, *rest, {"finished": int(exitstatus)})
 

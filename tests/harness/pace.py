@@ -15,7 +15,8 @@ MOST = 5.0
 def slowness() -> float:
     """Return the time of a fixed computation relative to an idle machine, from 1 to 5.
 
-    Takes about 40 ms of CPU time. Other processes lengthen the time by their share of the cores.
+    The computation takes about 40 ms of CPU time. Other processes on the same cores increase the
+    elapsed time.
     """
     start = time.perf_counter()
     digest = hashlib.sha256()

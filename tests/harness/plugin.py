@@ -37,7 +37,7 @@ programs import neither these classes nor torch, which takes two seconds of CPU 
 
 
 class Jitter:
-    """Random sleeps before and after a third of the calls, different on every rank."""
+    """Random sleeps before and after calls, with probability 1/3, different on every rank."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._numbers = random.Random(f"{seed} {rank}")
@@ -145,7 +145,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Skip the import of files that have no tests on several ranks, which saves time."""
+    """Skip files that have no tests on several ranks, which saves the time of their imports."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if SIZE > 1 and is_test and not names_ranks(collection_path) else None
 
@@ -173,7 +173,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Stop all ranks if they collected different tests: verdicts are exchanged in order."""
+    """Stop all ranks if they collected different tests: they exchange verdicts in order."""
     found = VERDICTS.allgather(([item.nodeid for item in session.items], session.testsfailed))
     if any(mine != found[0] for mine in found):
         counts = "; ".join(
@@ -184,12 +184,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Wait for rank 0: mpirun kills it when another rank exits with an error."""
+    """Wait for rank 0, which mpirun would kill if another rank exits earlier with an error."""
     VERDICTS.Barrier()
 
 
 def pytest_internalerror(excrepr: object) -> None:
-    """Abort all ranks, because the others would wait forever for this one."""
+    """Abort all ranks, because the other ranks would wait forever for this rank."""
     if SIZE > 1:
         Voice(RANK).say(str(excrepr))
         VERDICTS.Abort(3)

@@ -1,4 +1,4 @@
-"""Select the tests of a launch: by number of ranks, optionally with part of the cases only."""
+"""Select the tests of a launch by number of ranks, optionally only some of their cases."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ _NAMES_RANKS = re.compile(r"\branks\(|^@[A-Z_]+$", re.MULTILINE)
 
 @functools.cache
 def names_ranks(file: Path) -> bool:
-    """Return True if a file may have tests on several ranks; other files are not imported."""
+    """Return True if a file may contain tests on several ranks; other files are not imported."""
     return bool(_NAMES_RANKS.search(file.read_text()))
 
 
@@ -28,8 +28,8 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
 def mark_sweeps(items: list[pytest.Item]) -> None:
     """Mark the cases of each parametrized test with at least as many cases as world sizes.
 
-    ``make conformance`` selects them by the mark ``sweep``. Cases that ``make test`` leaves out do
-    not count, so that each size keeps a case.
+    The mark is ``sweep``, by which ``make conformance`` selects the cases. Cases that ``make
+    test`` leaves out do not count, so that each world size keeps a case.
     """
     due = (item for item in items if not item.get_closest_marker("conformance"))
     for sizes, cases in _cases(due):
@@ -41,7 +41,7 @@ def mark_sweeps(items: list[pytest.Item]) -> None:
 def selected(
     items: list[pytest.Item], size: int, *, long_ones: bool, spread: bool
 ) -> list[pytest.Item]:
-    """Return the tests for ``size`` ranks; with ``spread`` only a part of each sweep."""
+    """Return the tests for ``size`` ranks; with ``spread``, only some cases of each sweep."""
     due = [item for item in items if long_ones or not item.get_closest_marker("conformance")]
     left_out = _of_other_sizes(due, size) if spread else set()
     return [item for item in due if size in sizes_of(item) and item.nodeid not in left_out]
@@ -50,8 +50,8 @@ def selected(
 def _of_other_sizes(items: list[pytest.Item], size: int) -> set[str]:
     """Divide the cases of each sweep among its sizes; return the cases of other sizes.
 
-    Cases are sorted by checksum, because their own order could put all cases of a dtype on one
-    size. Each size gets at least one case.
+    Cases are sorted by checksum, because the original order could put all cases of a dtype on one
+    world size. Each size gets at least one case.
     """
     left_out = set()
     for sizes, cases in _cases(item for item in items if item.get_closest_marker("sweep")):

@@ -23,7 +23,7 @@ class Verdict:
 
 
 def disagreement(verdicts: list[Verdict]) -> str:
-    """Return which ranks failed or skipped; "" if all ranks have the same outcome."""
+    """Return a text with the ranks that failed or skipped; "" if all have the same outcome."""
     for outcome in ("failed", "skipped"):
         mine = {rank: v.text for rank, v in enumerate(verdicts) if v.outcome == outcome}
         if mine:

@@ -57,7 +57,7 @@ SETTINGS = BatchSettings(
 
 
 def options_of(text: str) -> dict[str, str]:
-    """Return the options that sbatch reads: those before the first command."""
+    """Return the options that sbatch reads: all options before the first command."""
     found = {}
     for line in text.splitlines():
         if line.startswith("#SBATCH "):

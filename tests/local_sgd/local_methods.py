@@ -1,4 +1,4 @@
-"""One small instance of each local method, and a training with any of them."""
+"""One small instance of each local method, and a training with any local method."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -95,7 +95,8 @@ class Run:
 
     Args:
         method: a key of ``METHODS``, ``LOSSY`` or ``FEDERATED``, or the name of a class of
-        hpctrain. args, options: arguments of that class.
+            hpctrain.
+        args, options: arguments of that class.
     """
 
     def __init__(

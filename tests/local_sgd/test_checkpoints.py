@@ -1,4 +1,4 @@
-"""Checkpoints of local methods: identical replicas as shared state, others as private state."""
+"""Checkpoints of local methods: identical replicas are shared state, others private state."""
 
 import pytest
 

@@ -20,7 +20,7 @@ def ranks() -> Generator[Communicator]:
 
 @pytest.fixture(params=sorted({"flat MPI", "one node", "nodes of two"} - SAME))
 def controller(request: pytest.FixtureRequest) -> Generator[Controller]:
-    """A controller over each of the communication paths."""
+    """Provide a controller, once for each communication path."""
     with connected(PATHS[request.param]) as connection:
         made = controller_of(connection.comm.group(range(connection.comm.size)))
         yield made

@@ -21,7 +21,7 @@ def signature_of(
 
 
 def chain(size: int) -> list[Tree]:
-    """Return a tree in which the parent of each rank is the rank before it."""
+    """Return a tree in which the parent of rank r is rank r - 1."""
     return trees_of([None, *range(size - 1)])
 
 

@@ -50,7 +50,7 @@ class Script:
 
 
 class Player:
-    """One rank that executes the script; submits a name again only after its decision."""
+    """Rank that executes the script; submits a name again only after a decision on it."""
 
     def __init__(self, ranks: Ranks, rank: int, script: Script) -> None:
         self.negotiator = ranks.negotiators[rank]
@@ -62,7 +62,7 @@ class Player:
         self.num_joins = 0
 
     def play(self) -> bool:
-        """Execute the next step if it is possible; return whether it was."""
+        """Execute the next step if possible; return True if it was executed."""
         overs = sum(batch.join_over is not None for batch in self.batches)
         if not self.steps or overs < self.num_joins:
             return False

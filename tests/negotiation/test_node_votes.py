@@ -47,7 +47,9 @@ def nodes_of(size):
 
 
 def outcomes(nodes, order, given):
-    """Let nodes vote: ``given`` has a number and values per node, or None for a refusal."""
+    """Let nodes vote; return the outcome of each node.
+
+    ``given`` has, for each node, a number and values, or None if the node refuses."""
     found = [None] * len(nodes)
     while None in found:
         rank = order.randrange(len(nodes))

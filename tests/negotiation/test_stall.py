@@ -38,7 +38,7 @@ class Ranks:
             self.pending[rank][name] = now
 
     def ask(self, now, rank):
-        """Send the question of a rank, if it has one, to all ranks; return whether it had one."""
+        """Send the question of a rank to all ranks; return False if the rank has no question."""
         question = self.watches[rank].due(now, self.pending[rank])
         if question is None:
             return False

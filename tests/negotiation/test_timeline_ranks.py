@@ -53,7 +53,7 @@ def test_a_variable_starts_a_timeline_and_shutdown_completes_it(tmp_path, monkey
 
 
 def open_slices(path):
-    """Return by tensor how many slices have a begin and no end."""
+    """Return, for each tensor, the number of slices with a begin but no end."""
     events = json.loads(path.read_text())
     names = {
         event["pid"]: event["args"]["name"]

@@ -1,7 +1,7 @@
 """Steps of LARS and LAMB as computed by timm, stored in ``timm_steps.json``.
 
-``python -m tests.optim.timm_steps`` rewrites the file where timm is installed; timm 1.0.31 wrote
-the present one.
+``python -m tests.optim.timm_steps`` rewrites the file; this needs timm. The present file was
+written with timm 1.0.31.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A mesh places groups that communicate most inside nodes, and reports traffic between nodes."""
+"""A mesh keeps the groups with most traffic inside nodes, and reports traffic between nodes."""
 
 import pytest
 import torch

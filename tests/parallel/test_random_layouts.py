@@ -133,7 +133,7 @@ def drawn_layout(rng, model, size):
 
 
 def drawn_trained(rng, model, *, may_change):
-    """Return for each step which parameters are trained, by name; tied ones have one value."""
+    """Return, for each step, which parameters are trained, by name; tied names are equal."""
     named, how = dict(model.named_parameters(remove_duplicate=False)), rng.choice("afpc")
     steps = []
     for _ in range(STEPS):

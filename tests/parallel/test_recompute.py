@@ -31,7 +31,7 @@ class Dropping(nn.Module):
 
 
 def kept_bytes(model, given):
-    """Return the bytes that forward allocates and keeps, the output and the gradients."""
+    """Return three values: the bytes that forward keeps, the output, and the gradients."""
     torch.manual_seed(5)
     with profile(profile_memory=True) as memory:
         out = model(given)

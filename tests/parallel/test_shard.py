@@ -160,7 +160,7 @@ class Branches(nn.Module):
 
 
 def uses_of(step, rank):
-    """Branch 0: all ranks, 1: one rank, 2: later steps, 3: never; ``own``: rank 0 only."""
+    """Return, for each branch, True if a rank uses it: all, one rank, later, never, rank 0."""
     return [True, rank == step % 2, step > 1, False, rank == 0]
 
 

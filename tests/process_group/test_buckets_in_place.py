@@ -25,7 +25,7 @@ def model():
 
 
 def by_stage(_, bucket):
-    """Average a bucket by a call of the program, which leaves its tensors where they are."""
+    """Average a bucket by an explicit call, which does not move its tensors."""
     values = bucket.buffer().mul_(1 / dist.get_world_size())
     work = dist.all_reduce(values, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -25,9 +25,9 @@ def lists(*numels):
 
 
 def misfits(size, is_wrong, *, by_root):
-    """Yield expected errors and calls with wrong arguments where ``is_wrong``.
+    """Yield calls, whose arguments are wrong on ranks with ``is_wrong``, and the expected errors.
 
-    With ``by_root`` also calls whose list on the root is wrong.
+    With ``by_root``, the function also yields calls whose list on the root is wrong.
     """
     more = [3] * is_wrong
     every, longer = [3] * size, 3 * size + is_wrong

@@ -1,4 +1,4 @@
-"""Failures of a rank end all ranks within a time limit, and other events do not."""
+"""Failures of a rank end all ranks within a time limit; other events do not end ranks."""
 
 import json
 import subprocess

@@ -22,7 +22,7 @@ LIMIT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The program of rank 1 while the others train, and the expected output on stderr."""
+    """The program of rank 1 while the other ranks train, and the expected output on stderr."""
 
     body: str
     num_ranks: int = 2

@@ -1,4 +1,4 @@
-"""Every wait of a rank for another has a limit, from ``MPI_Init`` to ``MPI_Finalize``."""
+"""Every wait for another rank has a time limit, from ``MPI_Init`` to ``MPI_Finalize``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""State that depends on the ranks is rebuilt in a fixed order, and failed moves are retried."""
+"""State that depends on the ranks is rebuilt in a fixed order; failed rebuilds are retried."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Processes that a rank starts are not ranks: they can neither join nor communicate."""
+"""Processes that a rank starts can neither join the world nor communicate."""
 
 import os
 

@@ -46,7 +46,7 @@ def train(steps=10**9, pause_s=0.01):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a launch ended."""
+    """Outcome of a launch."""
 
     code: int
     out: str
@@ -69,7 +69,7 @@ def run_ranks(
     """Run ``PREAMBLE`` and ``body`` on ``num_ranks`` ranks.
 
     Args:
-        folder: for the program, its output and its logs.
+        folder: folder of the program, its output and its logs.
         body: code after ``hpctrain.init()``.
         disturb: called with mpirun's process half a second after all ranks have passed ``init``.
     """

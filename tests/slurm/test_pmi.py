@@ -119,7 +119,7 @@ WRONG = [
 
 
 def check_stop(slurm, mpi, launch, tiny):
-    """Check that a launch with a wrong interface ends soon with a remedy, with rank 0 last."""
+    """Check that a launch with a wrong interface soon ends with a remedy; rank 0 starts last."""
     late = f"test $SLURM_PROCID -gt 0 || sleep {LATE_S}"
     train = f"{late}; date +started=%s.%N; exec {mpi.python} -m hpctrain train {tiny}"
     line = ["srun", *SHAPE, f"--mpi={launch}", "--kill-on-bad-exit=1", "bash", "-c", train]

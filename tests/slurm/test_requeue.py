@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.l
 
 @pytest.fixture
 def whole(slurm, tmp_path, request):
-    """Reference run without a stop, which runs concurrently; call it to wait for the end."""
+    """Start a reference run without stops; return a function that waits for its end."""
     shape = SHAPE if request.node.get_closest_marker("conformance") else SMALL
     run = Run(slurm, tmp_path / "whole", step_s=0.01, shape=shape)
     job = run.submit("multi_node")

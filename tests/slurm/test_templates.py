@@ -47,7 +47,7 @@ def runs(tmp_path: Path) -> Callable[..., Run]:
 
 
 def check_finished(job: Job, run: Run, nodes: int, ranks: int) -> None:
-    """Check that the job and its run have finished, on one world with two levels."""
+    """Check that job and run have finished, in one world with this number of nodes and ranks."""
     assert job.wait(240) == "COMPLETED", job.output()
     last = run.records()[-1]
     assert last["event"] == "finished", job.output()

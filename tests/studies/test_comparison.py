@@ -25,7 +25,7 @@ def study(records=None):
 
 
 def changed(factor, only=None):
-    """Return the study with steps ``factor`` times as long, optionally at ``only`` n ranks."""
+    """Return the study with steps ``factor`` times as long; ``only`` limits this to n ranks."""
     records = [
         replace(each, step_s=[factor * seconds for seconds in each.step_s])
         if only in (None, each.point["ranks"])
@@ -58,7 +58,7 @@ def drawn(kind, generator, factor=1):
 
 
 def differing(kind, factor, draws):
-    """Return the fraction of pairs that differ at points with other than 4 ranks, and with 4."""
+    """Return two fractions of differing pairs: at points without and with 4 ranks."""
     generator, found = np.random.default_rng(3), np.zeros(2)
     for _ in range(draws):
         both = drawn(kind, generator), drawn(kind, generator, factor)

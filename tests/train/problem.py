@@ -76,7 +76,7 @@ class Flawed(torch.autograd.Function):
 
 
 class Underived(torch.autograd.Function):
-    """Identity whose third backward pass fails on the last rank."""
+    """Identity whose third backward pass raises an error on the last rank."""
 
     num_passes = 0
 
@@ -157,7 +157,7 @@ class Blind(nn.Module):
 
 
 class Parting(nn.Module):
-    """A network of which the last rank changes one weight in its third training step."""
+    """A network in which the last rank changes one weight in its third training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Late(nn.Module):
 
 
 class Stopping(nn.Sequential):
-    """A network that requests a stop on the last rank in its fifth forward, at some world sizes.
+    """A network that, at some world sizes, requests a stop on the last rank in the fifth forward.
 
     With ``notes`` it appends its training samples to a file.
     """

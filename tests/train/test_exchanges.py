@@ -218,7 +218,7 @@ def test_an_averaging_run_continues_from_the_mean_of_replicas(here, configure):
 
 
 def long(*exchanges: str) -> list:
-    """Return cases that only ``make conformance`` runs."""
+    """Mark cases that only ``make conformance`` runs."""
     return [pytest.param(name, marks=pytest.mark.conformance) for name in exchanges]
 
 

@@ -1,4 +1,4 @@
-"""Runs whose parts have different numbers of ranks: 4, 2, 4, 3, or 3 and 2.
+"""Runs whose parts have different numbers of ranks: 4, 2, 4 and 3, or 3 and 2.
 
 Each part is a separate launch.
 """

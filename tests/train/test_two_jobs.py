@@ -1,6 +1,6 @@
-"""Two jobs in one run directory: only one of them writes, and its files stay consistent.
+"""Two jobs in one run directory: only one job writes, and its files stay consistent.
 
-The default is one overlap at a random time, and three more in ``make conformance``;
+By default two jobs overlap once, at a random time; in ``make conformance``, three more times.
 ``HPCTRAIN_TEST_OVERLAPS=50`` sets the number to 50.
 """
 

@@ -127,14 +127,15 @@ def run(
 ) -> bool:
     """Measure all sizes, and print each result immediately.
 
-    Collective over all ranks of the launch. With ``json``, rank 0 writes points for fits of the
-    models of ``hpctrain.cost``.
+    Collective over all ranks of the launch. With ``json``, rank 0 writes the measured points into
+    this file, the input of ``hpctrain bench fit``.
 
     Returns:
         True if every compared value was correct; identical on every rank.
 
     Raises:
-        ConfigError: the operation needs more ranks, or ``json`` is not possible for the request.
+        ConfigError: the operation needs more ranks, or ``json`` is set but
+            ``hpctrain.cost`` cannot model the request.
         MismatchError: MPI does not support the type, so no comparison is possible.
     """
     initialization.init()
@@ -170,7 +171,7 @@ def run(
 def _print_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
     """Print the load by other processes on the host of rank 0.
 
-    ``loads`` has the load that each rank measured.
+    ``loads`` contains the load that each rank measured on its host.
     """
     hosts = {r: h for h, ranks in zip(here.topology.hosts, here.topology.nodes, strict=True)
              for r in ranks}  # fmt: skip
@@ -296,7 +297,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
 
 
 def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) -> list[float]:
-    """Return the mean seconds of a call on each rank; calls follow without a pause. Collective."""
+    """Call ``work`` repeatedly; return the mean seconds per call of each rank. Collective."""
     comm.barrier()
     start = time.perf_counter()
     for _ in range(iterations):
@@ -309,7 +310,7 @@ def _interleaved(
 ) -> tuple[list[float], list[float]]:
     """Measure rounds of hpctrain and MPI alternately. Collective.
 
-    Returns the median over rounds of the seconds of a call on each rank, for hpctrain and for MPI.
+    Returns the seconds per call of each rank, for hpctrain and for MPI: medians over the rounds.
     """
     library = LibraryAllreduce(case.given[0].values, Op.SUM)
     ours: list[list[float]] = []

@@ -31,13 +31,13 @@ def combined(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def write(target: Tensor, period: Tensor, start: int = 0) -> None:
-    """Fill the flat ``target`` with repetitions of ``period`` from element ``start`` of it on."""
+    """Fill the flat ``target`` with repetitions of ``period``; begin at ``period[start]``."""
     for chunk, tile in _tiles(target, period, start):
         chunk.copy_(tile)
 
 
 def num_wrong(values: Tensor, period: Tensor, start: int = 0) -> int:
-    """Return the number of elements of ``values`` that differ from repetitions of ``period``."""
+    """Return the number of elements of ``values`` that differ from what ``write`` writes."""
     return sum(
         int((chunk != tile).any(dim=1).sum()) for chunk, tile in _tiles(values, period, start)
     )
@@ -57,14 +57,14 @@ def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _largest_exact(dtype: torch.dtype) -> int:
-    """Return a number up to which ``dtype`` represents all integers."""
+    """Return a limit up to which ``dtype`` represents every integer exactly."""
     if dtype.is_floating_point or dtype.is_complex:
         return min(round(2 / torch.finfo(dtype).eps), 1 << 20)
     return min(torch.iinfo(dtype).max, 1 << 20)
 
 
 def _tiles(flat: Tensor, period: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of ``flat`` and their expected content, as bytes with one row per element."""
+    """Yield chunks of ``flat``, and the expected content of each: bytes, one row per element."""
     rows = flat.view(torch.uint8).view(-1, flat.itemsize)
     tile = period.roll(-(start % PERIOD)).view(torch.uint8).view(PERIOD, flat.itemsize)
     tile = tile.repeat(min(_TILE_PERIODS, -(-len(rows) // PERIOD)), 1)
@@ -161,7 +161,7 @@ def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
 
 
 def all_gather(comm: Communicator, setup: Setup) -> Case:
-    """Return the case of ``all_gather``; the message is the result of a rank."""
+    """Return the case of ``all_gather``; the message is the result on each rank."""
     each = max(setup.numel // comm.size, 1)
     given = torch.empty(each, dtype=setup.dtype)
     values = _of_all(comm, setup)
@@ -174,7 +174,7 @@ def all_gather(comm: Communicator, setup: Setup) -> Case:
 
 
 def alltoall(comm: Communicator, setup: Setup) -> Case:
-    """Return the case of ``alltoall``; the message is the input of a rank, for all ranks."""
+    """Return the case of ``alltoall``; the message is the complete input of a rank."""
     each = max(setup.numel // comm.size, 1)
     given = [torch.empty(each, dtype=setup.dtype) for _ in range(comm.size)]
     values = _of_all(comm, setup)
@@ -259,7 +259,7 @@ OPERATIONS = {
 def _from_all(
     got: Sequence[Tensor], values: list[Tensor], start: int, numel: int
 ) -> list[ExpectedTensor]:
-    """Return the received tensors with the values that each rank has sent."""
+    """Return the received tensors, with the values that each rank sent as expected content."""
     return [ExpectedTensor(one, own, start, numel) for one, own in zip(got, values, strict=True)]
 
 

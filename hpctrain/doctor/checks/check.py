@@ -31,13 +31,13 @@ def plural(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names as text, with the number of names that are omitted."""
+    """Return a text with the first names and the number of omitted names."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def few(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the first ``SHOWN`` findings, and a finding with the number of the others."""
+    """Return the first ``SHOWN`` findings, and a finding with the number of omitted findings."""
     rest = len(findings) - SHOWN
     if rest <= 0:
         return list(findings)
@@ -47,8 +47,8 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Return each distinct finding of the ranks once, in the order of the checks.
 
-    A finding names its hosts unless all hosts have the finding. An ``ok`` is kept only from rank
-    0, and only if the check found no fault on any rank.
+    A finding names its hosts unless all hosts have the finding. A finding of level ``ok`` is kept
+    only from rank 0, and only if the check found no fault on any rank.
     """
     found: dict[Finding, dict[str, None]] = {}
     for of_rank, host in zip(findings, hosts, strict=True):

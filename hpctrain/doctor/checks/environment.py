@@ -77,7 +77,7 @@ def _is_same(a: Path, b: Path) -> bool:
 
 
 def _other_library(facts: Facts, library: Path, other: Reached) -> Finding | None:
-    """Return the finding about an MPI library that other programs load, but ranks do not."""
+    """Return a finding about an MPI library that other programs load, but ranks do not load."""
     is_chosen = bool(chosen_library(facts.environ))
     use = f"export MPI4PY_LIBMPI={other.library}"
     if other.by == "mpirun":
@@ -101,7 +101,7 @@ def _other_library(facts: Facts, library: Path, other: Reached) -> Finding | Non
 
 
 def check_engines(facts: Facts) -> Found:
-    """Report the engine Horovod if it is requested but missing, or cannot be loaded."""
+    """Report the engine Horovod if it is requested, but is missing or cannot be loaded."""
     if facts.horovod_error:
         what, _, do = facts.horovod_error.rpartition("; ")
         return error(what, do)

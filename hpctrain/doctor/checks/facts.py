@@ -153,7 +153,7 @@ class MeasuredLink:
     clock_error_s: float = 0.0  # bound of the error of ``clock_s``
 
     def with_best_of(self, other: "MeasuredLink") -> "MeasuredLink":
-        """Return this link with the better latency and bandwidth of two measurements."""
+        """Return this link with the lower latency and higher bandwidth of this and ``other``."""
         return replace(
             self,
             latency_s=min(self.latency_s, other.latency_s),
@@ -206,7 +206,7 @@ class WorldFacts:
 
     @property
     def host_of(self) -> dict[int, str]:
-        """Host name of each node, by the first rank of the node."""
+        """Host name of each node; the key is the first rank of the node."""
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         return {ranks[0]: host for ranks, host in nodes}
 
@@ -220,7 +220,7 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield the names whose values differ between ranks, each with a text of values and ranks."""
+    """Yield each name whose value differs between ranks, and a text with the values and ranks."""
     for name in dict.fromkeys(name for of_rank in values for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(values):

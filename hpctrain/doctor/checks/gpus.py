@@ -101,7 +101,7 @@ def _given_twice(facts: Facts) -> list[Finding]:
 
 
 def _too_few(facts: Facts) -> list[Finding]:
-    """Report different numbers of tasks and GPUs of a node before the launch.
+    """Report, before the launch, that the tasks and the GPUs of a node differ in number.
 
     After the launch, ``check_own_gpus`` compares the GPUs of the ranks.
     """

@@ -103,7 +103,7 @@ def _interface(node: Carried) -> str:
 
 
 def _by_tcp(node: Carried) -> str:
-    """Return the kernel interface that sent most messages by TCP, or an empty text."""
+    """Return the kernel interface that sent most of the TCP messages, or an empty text."""
     return _main(node.by_interface, node.sent_bytes)
 
 
@@ -190,7 +190,7 @@ def _slow_links(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]
 
 
 def _usual(links: Sequence[MeasuredLink]) -> tuple[float, float]:
-    """Return the usual latency and bandwidth: medians over nodes of the best link of a node."""
+    """Return the usual latency and bandwidth: the median over nodes of each node's best link."""
     nodes = {rank for link in links for rank in link.ranks}
     own = [[link for link in links if rank in link.ranks] for rank in nodes]
     return (
@@ -255,7 +255,7 @@ def check_clocks(world: WorldFacts) -> Found:
 
 
 def offsets(links: Sequence[MeasuredLink], root: int) -> dict[int, tuple[float, float]]:
-    """Return the clock of each rank minus the clock of ``root``, and the bound of the error.
+    """Return, for each rank, its clock minus the clock of ``root``, and a bound of the error.
 
     The function adds the offsets along a path of links if no link to ``root`` was measured. Ranks
     without a path are omitted.

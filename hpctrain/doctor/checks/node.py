@@ -25,7 +25,8 @@ _GIVE = (
 def check_masks(ranks: Sequence[Facts]) -> Found:
     """Report ranks that share cores, and ranks that may not use the cores of their job.
 
-    ``ranks`` are all ranks, or the process that runs the checks before a launch.
+    ``ranks`` contains all ranks of a launch. Before a launch, ``ranks`` contains only the process
+    that runs the checks.
     """
     found = []
     for host, members in by_host(ranks).items():
@@ -80,7 +81,8 @@ def check_load(facts: Facts) -> Found:
 def check_threads(ranks: Sequence[Facts]) -> Found:
     """Report variables that set more or fewer threads than a rank has cores.
 
-    ``ranks`` are all ranks, or the process that runs the checks before a launch.
+    ``ranks`` contains all ranks of a launch. Before a launch, ``ranks`` contains only the process
+    that runs the checks.
     """
     num_cores = cores_each(ranks)
     asked: dict[tuple[str, int, int], list[int]] = {}
@@ -118,18 +120,18 @@ def cores_each(ranks: Sequence[Facts]) -> list[int]:
 
 
 def _num_sharing(members: Sequence[int], ranks: Sequence[Facts]) -> int:
-    """Return the number of ranks of a host, or, before a launch, the expected number."""
+    """Return the number of ranks of a host; before a launch, the expected number of ranks."""
     return max(len(members), ranks_per_node(ranks[members[0]].environ) or 1)
 
 
 def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host whose masks overlap with the mask of ``rank``, and ``rank``."""
+    """Return the ranks of a host whose masks overlap the mask of ``rank``, and ``rank`` itself."""
     mask = set(ranks[rank].cores.mask)
     return [other for other in members if mask & set(ranks[other].cores.mask)]
 
 
 def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host that share cores and are more than these cores."""
+    """Return the ranks of a host that share fewer cores than there are sharing ranks."""
     found: set[int] = set()
     for rank in members:
         peers = _peers(rank, members, ranks)

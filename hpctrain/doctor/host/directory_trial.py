@@ -32,7 +32,7 @@ _VALUE = b"hpctrain doctor"
 
 
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
-    """Try to write, lock and read files in a directory as hpctrain and HDF5 do.
+    """Try to write, lock and read files in a directory with the calls that hpctrain and HDF5 use.
 
     The trial removes its files. A trial that takes longer than ``limit_s`` counts as hanging.
     """
@@ -135,7 +135,7 @@ def _step(name: str, act: Callable[[], object]) -> bool:
 
 
 def _write(folder: Path) -> None:
-    """Create a folder, write a file to disk and rename the file, as checkpoints do."""
+    """Create a folder, write a file to disk and rename the file, like the checkpoint writer."""
     folder.mkdir(mode=0o700)
     with (folder / "part").open("wb") as file:
         file.write(_VALUE)

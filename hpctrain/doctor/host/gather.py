@@ -55,8 +55,8 @@ def gather(
 ) -> Facts:
     """Return the facts about this process and its machine; takes about a second.
 
-    The files that the trial creates in ``directories`` are removed. ``lightly`` omits facts that
-    are equal on all ranks of a node, such as MPI library and GPUs.
+    The files that the trial creates in ``directories`` are removed. With ``lightly``, the
+    function omits facts that are equal on all ranks of a node, such as MPI library and GPUs.
     """
     environ = dict(environ)
     versions = {"python": platform.python_version(), **{n: version_of(n) for n in PACKAGES}}
@@ -136,7 +136,7 @@ def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
 def srun_types_of(text: str) -> tuple[str, ...]:
     """Return the names in the output of ``srun --mpi=list``.
 
-    The output has a name per line, followed by a heading and versions.
+    The output has one name per line, followed by a heading and version numbers.
     """
     words = text.replace("srun:", " ").replace(",", " ").split()
     known = ("none", "pmi", "cray", "openmpi")
@@ -240,7 +240,7 @@ def reached(environ: Mapping[str, str]) -> tuple[Reached, ...]:
 
 
 def libraries_in(folder: Path) -> list[Path]:
-    """Return the MPI libraries of a folder, one per MPI, as resolved paths."""
+    """Return the resolved paths of the MPI libraries in a folder, one per MPI installation."""
     try:
         names = sorted(folder.glob("libmpi*.so*"), key=lambda path: len(path.name))
     except OSError:

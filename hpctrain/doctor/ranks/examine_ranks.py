@@ -76,10 +76,11 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
 def wrong_interface(
     launched: Launched | None, library: Path | None, prefix: str = sys.prefix
 ) -> Finding | None:
-    """Return an error if MPI cannot connect the ranks; MPI itself would end the process.
+    """Return an error if launcher and MPI use different process management interfaces (PMI).
 
-    Only libraries of Python packages in the environment ``prefix`` are checked, because the
-    process management interface of other libraries is unknown.
+    With different interfaces, ``MPI_Init`` can end the process. Only libraries of Python
+    packages in the environment ``prefix`` are checked, because the interface of other libraries is
+    unknown.
     """
     if library is None or not library.is_relative_to(prefix):
         return None
@@ -141,7 +142,7 @@ def _of_rank(facts: Facts, size: int) -> Facts:
 
 
 def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
-    """Return the version of NCCL, and why NCCL cannot sum over all ranks. Collective."""
+    """Return the NCCL version, and the reason if NCCL cannot sum over all ranks. Collective."""
     count = torch.cuda.device_count()
     if not any(comm.allgather_object(count)):
         return "", ""
@@ -191,7 +192,7 @@ def _obstacle(error: ConfigError | NodeMemoryError | LaunchError) -> Finding:
 
 
 def _in_sentences(found: Connection) -> list[str]:
-    """Return sentences about the plan of a connection, its origin and its measurements."""
+    """Return sentences about the plan of a connection: choices, origin and measured times."""
     rows = [f"{name} {text}" for name, text in found.plan.describe()]
     sentences = [f"{'; '.join(rows)}; chosen by {found.plan_origin}"]
     for what, where in (("rail", "between nodes"), ("tensors", "over all ranks")):

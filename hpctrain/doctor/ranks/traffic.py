@@ -99,7 +99,7 @@ def adapter_bytes() -> dict[str, int]:
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the increase of each counter; unchanged counters are omitted."""
+    """Return the increase of each counter; omit counters that did not change."""
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: value for name, value in grown.items() if value > 0}
 
@@ -139,7 +139,7 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 def _request(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
     """Measure the link to ``partner``, which executes ``_reply``.
 
-    Each request is a small message to the partner.
+    Each request to the partner is a small message.
     """
     _ping(comm, partner, clock)  # opens the connection
     trips: list[tuple[float, float]] = []
@@ -170,7 +170,7 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return seconds and bytes of the largest measured message, and the sum of bytes sent."""
+    """Return the seconds and bytes of the largest message, and the bytes of all messages."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:

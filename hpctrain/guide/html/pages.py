@@ -2,9 +2,9 @@
 
     python hpctrain/guide/html/pages.py build/docs-source [--output]
 
-The folders are those of the repository, so links between documents remain valid. ``hpctrain guide
-TOPIC`` and names of examples become links. With ``--output``, examples that take only seconds are
-run by the commands in their README.
+The sources have the folders of the repository, so links between documents remain valid. The text
+``hpctrain guide TOPIC`` and the names of examples become links. With ``--output``, the program
+also runs examples that take only seconds, by the commands in the README of the examples.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Pages:
 
     Args:
         folder: folder of the pages, which is replaced.
-        with_output: whether short examples are run, and the pages show their output.
+        with_output: whether short examples are run and their output is added to their pages.
     """
 
     def __init__(self, folder: Path, *, with_output: bool) -> None:
@@ -107,7 +107,7 @@ class Pages:
         self._document(ROOT / "README.md", Path("index.md"), "\n".join(self._contents()))
 
     def _contents(self) -> Iterator[str]:
-        """Yield the tables of contents, which are hidden on the page and shown in the sidebar."""
+        """Yield the lines of the tables of contents, which only the sidebar shows."""
         for caption, topics in KINDS.items():
             shown = [f"{topic} <guide/{topic}>" for topic in topics if topic in self._guides]
             yield from _toctree(caption, shown)
@@ -117,7 +117,7 @@ class Pages:
         yield from _toctree("Project", PROJECT)
 
     def _examples_of(self, folder: Path) -> str:
-        """Return the contents of a folder of examples, including subfolders without a README."""
+        """Return the table of contents of an examples folder, and of subfolders without README."""
         with_readme = {path.parent.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md")}
         place = folder.relative_to(ROOT)
         mine = [
@@ -136,12 +136,12 @@ class Pages:
         self._put(place, f"{text}\n{behind}")
 
     def _converted(self, text: str, folder: Path) -> str:
-        """Return Markdown in which names of guides and examples are links."""
+        """Return Markdown text with links from the names of guides and examples to the pages."""
         text = "".join(self._linked(part) for part in _parts(text))
         return LINK.sub(lambda found: self._to_page(found, folder), text)
 
     def _linked(self, part: str) -> str:
-        """Return a part of a document with links for names of guides and examples."""
+        """Return a part of a document, with names of guides and examples replaced by links."""
         if part.startswith(("```", "    ")):
             return part
         topics, examples = self._guides, self._examples
@@ -161,7 +161,7 @@ class Pages:
         )
 
     def _to_page(self, found: re.Match[str], folder: Path) -> str:
-        """Return a link to an example or a chart with its page as target; else the same link."""
+        """Return a link; if it leads to an example or a chart, change its target to the page."""
         target = (folder / found[1]).resolve()
         if target.suffix == ".png" and target.is_relative_to(ROOT):
             return f"](/{target.relative_to(ROOT)})"
@@ -307,7 +307,7 @@ def _sections(package: str, module: ModuleType) -> dict[str, list[str]]:
 
 
 def _places(package: str) -> dict[str, str]:
-    """Return the module of each public name, from the stub of the package."""
+    """Return a dict from each public name of a package to its module, read from the stub file."""
     stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi")
     if not stub.exists():
         return {}
@@ -331,7 +331,7 @@ def _entry(full: str, value: Any, package: str) -> list[str]:
 
 
 def _comment(name: str, module: str) -> list[str]:
-    """Return the docstring below the assignment of a name, or the comment on its line."""
+    """Return the docstring below the assignment of a name, or the comment in the same line."""
     from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - its tests need no Sphinx
 
     analyzer = ModuleAnalyzer.for_module(module)

@@ -48,7 +48,7 @@ class SbatchOptions:
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``
 
     def lines(self) -> dict[str, str]:
-        """Return the directive of each option that is set, by name of the option."""
+        """Return a dict from the name of each option that is set to its #SBATCH line."""
         plain = [each.name for each in fields(SbatchOptions)][:-2]
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in plain}
         if self.dependency:
@@ -104,14 +104,15 @@ def text(name: str) -> str:
 def script(name: str, settings: BatchSettings) -> str:
     """Return the text of a template with the given settings.
 
-    An option of the template is replaced; other options are added after the last directive.
+    A setting replaces the same option of the template. Options that the template lacks are added
+    after the last directive.
 
     Args:
         name: name of the template.
         settings: options of sbatch, and the command of the job.
 
     Raises:
-        ConfigError: no template has this name, or a script cannot contain a setting.
+        ConfigError: no template has this name, or a setting cannot be written into a script.
     """
     options = settings.lines()
     lines = [_in_time(line, settings.time) for line in text(name).splitlines()]
@@ -137,7 +138,7 @@ def script(name: str, settings: BatchSettings) -> str:
 
 
 def _starting(whole: str, program: tuple[str, ...]) -> str:
-    """Replace ``hpctrain train`` in a script by a program, and store its exit code."""
+    """Make a script run ``program`` instead of ``hpctrain train`` and store the exit code."""
     words = " ".join(_quoted(word) if "$" in word else shlex.quote(word) for word in program)
     whole = _CONFIG.sub(lambda _: f"program=({words})", whole, count=1)
     begin = (
@@ -155,7 +156,7 @@ def _folder() -> Traversable:
 
 
 def _in_time(line: str, limit: str | None) -> str:
-    """Limit the lead time of the signal in ``--signal`` to a quarter of the time limit."""
+    """Limit the lead time of ``--signal`` to a quarter of the time limit of the job."""
     signal, mark, margin_s = line.partition("USR1@")
     limit_s = time_limit_s(limit or "")
     if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):
@@ -164,7 +165,7 @@ def _in_time(line: str, limit: str | None) -> str:
 
 
 def _word(name: str, value: str | int) -> str:
-    """Return a value in the syntax of a #SBATCH line; quotes protect blanks."""
+    """Return a value in the syntax of a #SBATCH line, with quotes if it contains blanks."""
     text = str(value)
     if not text or not text.isprintable() or '"' in text or "\\" in text:
         raise ConfigError(
@@ -175,5 +176,5 @@ def _word(name: str, value: str | int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for the shell, so that the shell expands variables and nothing else."""
+    """Quote a text for the shell, which then expands only variables."""
     return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'

@@ -42,13 +42,13 @@ class RefusedJobError(LaunchError):
 
 
 class NodeShape(NamedTuple):
-    """Cores and threads per core, the minimum over the nodes of a partition."""
+    """Cores per node and threads per core; each is the minimum over the nodes of a partition."""
 
     cores: int
     threads_per_core: int
 
     def cpus_per_task(self, tasks: int) -> int:
-        """Return the CPUs per task, as Slurm counts them, for ``tasks`` tasks on a node."""
+        """Return the ``--cpus-per-task`` with which ``tasks`` tasks use all cores of a node."""
         return self.cores // tasks * self.threads_per_core
 
 
@@ -71,8 +71,9 @@ def node_shape(partition: str | None, environ: Mapping[str, str] = os.environ) -
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the end of this job in seconds since 1970, or None without a job or a limit.
 
-    Reads ``SLURM_JOB_END_TIME`` of newer versions, and calls ``squeue`` otherwise. Not collective:
-    only one rank should call, because thousands of calls overload the controller of Slurm.
+    The function reads ``SLURM_JOB_END_TIME``, which newer versions of Slurm set, and calls
+    ``squeue`` if the variable is missing. Not collective: only one rank should call, because
+    thousands of calls overload the controller of Slurm.
     """
     end = slurm("job_end_time", environ)
     if end.isdigit():
@@ -206,11 +207,12 @@ def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
 def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
     """Submit a script and return the number of the job.
 
-    PATH of the job begins with the directory of the running ``hpctrain``, also if its Python
-    environment is not activated.
+    PATH of the job begins with the directory of the running ``hpctrain``, so the job finds the
+    program even if its Python environment is not activated.
 
     Raises:
-        LaunchError: sbatch was not found, or Slurm rejects the job; has the output of sbatch.
+        LaunchError: sbatch was not found, or Slurm rejects the job; the message contains the
+            output of sbatch.
     """
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
@@ -315,7 +317,7 @@ def dependency(text: str) -> str:
 
 
 def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the folder of the running ``hpctrain`` first in PATH."""
+    """Return the environment; its PATH begins with the folder of the running ``hpctrain``."""
     ours = Path(sys.executable).parent / "hpctrain"
     path = environ.get("PATH", os.defpath)
     if not ours.exists() or shutil.which("hpctrain", path=path) == str(ours):

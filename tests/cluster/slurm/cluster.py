@@ -43,7 +43,7 @@ for _ in range(100):  # daemons that are about to end may still write
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a directory in /tmp, because paths of sockets have at most 107 bytes."""
+    """Make a directory with a short path in /tmp: paths of sockets have at most 107 bytes."""
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     broom = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", BROOM, str(directory)],
@@ -95,10 +95,10 @@ POWER_CUT = "rm -rf /dev/shm/* /var/tmp/?*; kill -KILL -1"
 
 @contextlib.contextmanager
 def booted(nodes: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Start ``login`` and the nodes, which share only the network.
+    """Start the hosts: ``login`` and the nodes, which share only the network.
 
     Raises:
-        RuntimeError: the kernel refused; the message has the reason.
+        RuntimeError: the kernel refuses to create a host; the message has the reason.
     """
     own = [f"127.0.0.1 {name}" for name in (LOGIN, *nodes)]
     table = [*Path("/etc/hosts").read_text().splitlines(), *own]
@@ -146,12 +146,12 @@ class Daemons:
         self._on(node, "slurmd", "-f", self._conf, "-N", node)
 
     def cut(self, node: str) -> None:
-        """Cut the power of a node: kill its processes without notice to Slurm."""
+        """Simulate a power loss of a node: kill its processes without notice to Slurm."""
         line = self.hosts[node].enter(["sh", "-c", POWER_CUT])
         subprocess.run(line, check=False, capture_output=True)
 
     def last_words(self) -> str:
-        """Return the ends of all logs."""
+        """Return the last lines of all logs."""
         logs = sorted((self._directory / "log").glob("*.log"))
         return "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in logs)
 
@@ -180,9 +180,9 @@ UP_S = 60.0  # time for nodes to report to the controller; usually a second
 class SlurmCluster:
     """Run a private Slurm on nodes ``n0``, ``n1``, ..., with partitions ``main`` and ``low``.
 
-    ``main`` takes nodes from jobs of ``low``, which are queued again. A requeued job restarts
-    some 6 s later. Several clusters may run concurrently. All ends with the block, and with this
-    process, however it ends.
+    Jobs of ``main`` take nodes from jobs of ``low``, which Slurm then requeues. A requeued job
+    restarts about 6 s later. Several clusters may run concurrently. The cluster ends with the
+    block, and also with this process, however the process ends.
 
         with SlurmCluster(nodes=2) as slurm:
             job = slurm.sbatch("--nodes=2", "--wrap", "srun hostname")
@@ -193,10 +193,9 @@ class SlurmCluster:
         """Describe a cluster; ``with`` starts it.
 
         Args:
-            nodes: how many, 1 to 60.
-            cpus: of each node; more than the machine has, if wanted.
-            gpus: of each node; simulated: Slurm counts them and passes their numbers to
-                jobs.
+            nodes: number of nodes, 1 to 60.
+            cpus: number of CPUs of each node; may be more than the machine has.
+            gpus: number of simulated GPUs of each node, which Slurm counts and assigns to jobs.
         """
         self.nodes = tuple(f"n{number}" for number in range(nodes))
         self._cpus, self._gpus = cpus, gpus
@@ -232,13 +231,13 @@ class SlurmCluster:
         Args:
             line: the command.
             environ: variables in addition to ``self.environ``.
-            cwd: where it runs; by default ``directory/home``.
-            timeout_s: after that it is ended; by default after 60 s of an idle machine.
-            check: whether its failure is an error.
+            cwd: working directory of the command; by default ``directory/home``.
+            timeout_s: time limit of the command; by default 60 s, scaled on slow machines.
+            check: whether a non-zero exit code raises an error.
 
         Raises:
-            RuntimeError: it failed; the message has its output.
-            TimeoutError: it took longer.
+            RuntimeError: the command failed; the message has its output.
+            TimeoutError: the command took longer than ``timeout_s``.
         """
         timeout_s = scaled(60.0) if timeout_s is None else timeout_s
         command = ["env", "-C", str(cwd or self.directory / "home"), *map(str, line)]
@@ -272,12 +271,12 @@ class SlurmCluster:
         environ: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Job:
-        """Submit a job: options and a script, as for ``sbatch``."""
+        """Submit a job with the arguments of ``sbatch``: options and a script."""
         done = self.run(["sbatch", "--parsable", *arguments], environ=environ, cwd=cwd)
         return self.job(int(done.stdout.split()[-1].partition(";")[0]))
 
     def job(self, number: int) -> Job:
-        """Return the job of a number."""
+        """Return the job with this number."""
         return Job(self, number)
 
     def enter(self, host: str, argv: Sequence[str]) -> list[str]:
@@ -290,12 +289,12 @@ class SlurmCluster:
         return dict(line.split() for line in done.stdout.splitlines())
 
     def kill_node(self, name: str) -> None:
-        """Cut the power of a node; the controller finds out by itself, after half a minute."""
+        """Simulate a power loss of a node; the controller detects the loss after half a minute."""
         self._lost.add(name)
         self._daemons.cut(name)
 
     def restore(self) -> None:
-        """Bring every node back that a test took out of service."""
+        """Return every node to service that a test took out of service."""
         for name in sorted(self._lost):
             self._daemons.cut(name)  # remaining processes
             self._daemons.start_node(name)
@@ -337,7 +336,7 @@ class SlurmCluster:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a user: this process's, without variables of its job."""
+    """Return the environment of a user: that of this process without variables of a job."""
     environ = {k: v for k, v in mpiexec.environment().items() if not k.startswith("SLURM_")}
     return environ | {
         "PYTHONPATH": str(ROOT),

@@ -30,14 +30,14 @@ class Job:
     def facts(self) -> dict[str, str]:
         """Return the fields of ``scontrol show job``: ``JobState``, ``NodeList``, ``Reason``.
 
-        For an array, only the fields of the first listed job; see ``tasks``.
+        For a job array, the result has only the fields of the first listed job; see ``tasks``.
         """
         line = ["scontrol", "--oneliner", "show", "job", str(self.id)]
         text = self._cluster.run(line).stdout.partition("\n")[0]
         return dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text))
 
     def state(self) -> str:
-        """Return its state: ``PENDING``, ``RUNNING``, ``COMPLETING``, ``COMPLETED``, ..."""
+        """Return the job state: ``PENDING``, ``RUNNING``, ``COMPLETING``, ``COMPLETED``, ..."""
         return self.facts()["JobState"]
 
     def nodes(self) -> list[str]:
@@ -48,13 +48,13 @@ class Job:
         return self._cluster.run(["scontrol", "show", "hostnames", listed]).stdout.split()
 
     def tasks(self) -> list["Job"]:
-        """Return the jobs of an array, each by its own number; pending ones count as one."""
+        """Return the jobs of an array by their own numbers; all pending jobs count as one."""
         line = ["scontrol", "--oneliner", "show", "job", str(self.id)]
         numbers = re.findall(r"^JobId=(\d+)", self._cluster.run(line).stdout, re.MULTILINE)
         return [Job(self._cluster, int(number)) for number in numbers]
 
     def wait(self, timeout_s: float = 120) -> str:
-        """Wait for the end, through any number of requeues, and return the final state.
+        """Wait for the end of the job, also after requeues, and return the final state.
 
         Raises:
             TimeoutError: the job has not ended; the message has its output.
@@ -65,7 +65,7 @@ class Job:
         """Wait until the job is in a state.
 
         Raises:
-            TimeoutError: the job is not, or ended in another state; the message has its output.
+            TimeoutError: the job did not reach the state; the message has its output.
         """
         if (ended := self._wait(ENDS | {state}, timeout_s)) != state:
             raise TimeoutError(
@@ -74,7 +74,7 @@ class Job:
             )
 
     def output(self) -> str:
-        """Return the output so far."""
+        """Return the output that the job has written so far."""
         path = Path(self.facts()["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -83,7 +83,7 @@ class Job:
         return int(self.facts()["Restarts"])
 
     def exit_code(self) -> int:
-        """Return the exit code of its script."""
+        """Return the exit code of the job script."""
         return int(self.facts()["ExitCode"].partition(":")[0])
 
     def signal(self, name: str) -> None:

@@ -75,7 +75,7 @@ class Settings:
     gpus: int = 0
 
     def slurm_conf(self) -> str:
-        """Write ``slurm.conf``."""
+        """Return the text of ``slurm.conf``."""
         common = SLURM_CONF.format(
             directory=self.directory,
             user=pwd.getpwuid(os.getuid()).pw_name,
@@ -96,7 +96,7 @@ class Settings:
         return "".join(parts)
 
     def write(self) -> None:
-        """Write all files, and make the folders that they name."""
+        """Write all configuration files, and make the folders that the files name."""
         directory = self.directory
         for folder in ("state", "log", "munge", "pid", "home"):
             (directory / folder).mkdir()

@@ -1,8 +1,8 @@
 """Simulate a cluster on one machine: virtual nodes joined by links of a set rate and latency.
 
 Tests and benchmarks use ``VirtualCluster``; ``python -m tests.cluster.vcluster`` is the command
-line. It needs root on Linux, ``iproute2`` and ``util-linux``; ``obstacle()`` returns the missing
-parts.
+line. The package needs root on Linux, ``iproute2`` and ``util-linux``. ``obstacle()`` returns the
+reason if something is missing.
 """
 
 from tests.cluster.vcluster.check import obstacle

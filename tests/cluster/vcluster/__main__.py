@@ -1,4 +1,4 @@
-"""``python -m tests.cluster.vcluster``: exit code 0 where this machine can be a cluster, or 77."""
+"""``python -m tests.cluster.vcluster``: exit code 0 if this machine supports it, else 77."""
 
 import sys
 

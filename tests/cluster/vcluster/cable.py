@@ -1,7 +1,7 @@
 """Simulate a long cable: forward frames between two network devices after a delay.
 
-Started as a program on the switch, ``python cable.py LEFT RIGHT SECONDS``: it makes two TAP
-devices, prints ``ready`` and forwards every frame in both directions, each SECONDS later, in
+The switch runs this file as a program, ``python cable.py LEFT RIGHT SECONDS``. The program makes
+two TAP devices, prints ``ready``, and forwards every frame in both directions after SECONDS, in
 order.
 """
 
@@ -24,7 +24,7 @@ FRAME_BYTES = 1 << 17  # more than the largest frame with its virtio header
 def open_tap(name: str) -> int:
     """Make a TAP device and return its file; closing the file removes the device.
 
-    Frames pass as the sender's kernel left them: large, with incomplete checksums.
+    Frames are forwarded as the kernel of the sender wrote them: large, with incomplete checksums.
     """
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
@@ -59,7 +59,7 @@ class Direction:
 
 
 def carry(left: int, right: int, delay_s: float) -> None:
-    """Forward frames without end."""
+    """Forward frames until the process is killed."""
     directions = Direction(left, right, delay_s), Direction(right, left, delay_s)
     with selectors.DefaultSelector() as selector:
         for direction in directions:

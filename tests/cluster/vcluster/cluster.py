@@ -50,8 +50,8 @@ def command(
 ) -> list[str]:
     """Write the command line that runs ``argv`` on one rank per entry of ``hosts``.
 
-    For Open MPI ``HOSTFILE`` holds the hosts too, a line each. Where ``environ`` lets the ranks
-    recover the launcher does, too.
+    For Open MPI, the file ``HOSTFILE`` also lists the hosts, one per line. If ``environ`` enables
+    recovery of ranks, the command line enables recovery in the launcher as well.
     """
     num_ranks = ("-n", str(len(hosts)))
     if mpi == "mpich":
@@ -72,7 +72,7 @@ def command(
 
 
 def agent(pids: Mapping[str, int], enter: Sequence[str]) -> str:
-    """Return the script that replaces ssh; ``enter`` runs a program at process ``$pid``."""
+    """Return the script that replaces ssh; its command ``enter`` runs a program on a node."""
     cases = "\n".join(f"{name}) pid={pid} ;;" for name, pid in pids.items())
     return f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -86,7 +86,7 @@ exec {" ".join(enter)} sh -c "$*"
 
 
 def place(ranks_per_node: Sequence[int], order: Order = "block", seed: int = 0) -> list[int]:
-    """Return the node of each rank: in blocks, cyclic, or random, equal for equal seeds."""
+    """Return the node of each rank: in blocks, cyclic, or random with ``seed``."""
     block = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
     if order == "block":
         return block
@@ -114,11 +114,12 @@ class Finished:
 
 
 class VirtualCluster:
-    """Nodes ``n0``, ``n1``, ... on this machine, each plugged into one switch by its own link.
+    """Simulate nodes ``n0``, ``n1``, ... on this machine, each connected to one switch by a link.
 
-    A node has its own network, host name, processes, ``/dev/shm`` and ``/var/tmp``, and shares
-    the cores and all other files. Nothing is made in the machine's own network. Several clusters
-    may be up at once. All ends with the block, and with this process, however it ends.
+    A node has a separate network, host name, ``/dev/shm``, ``/var/tmp`` and separate processes.
+    All nodes share the cores and all other files. The network of the machine itself is not
+    changed. Several clusters may run concurrently. The cluster ends with the block, and also with
+    this process, however the process ends.
 
         with VirtualCluster(nodes=2, rate="200mbit", latency={"n1": "200ms"}) as cluster:
             done = cluster.run(["python", "job.py"], ranks_per_node=[2, 2], order="cyclic")
@@ -134,11 +135,11 @@ class VirtualCluster:
         """Describe a cluster; ``with`` builds it.
 
         Args:
-            nodes: how many, 1 to 200.
-            rate: of each link in either direction, as ``tc`` has it: ``200mbit``; None for as
-                fast as the machine can.
-            latency: how long a frame takes over a link in either direction, ``50us`` or ``200ms``:
-                of every link, or by name of the node.
+            nodes: number of nodes, 1 to 200.
+            rate: bandwidth of each link in either direction, in the format of ``tc``, such as
+                ``200mbit``; None for no limit.
+            latency: delay of a frame on a link in either direction, such as ``50us`` or ``200ms``:
+                one value for all links, or a dict by name of the node.
         """
         self.nodes = tuple(f"n{i}" for i in range(nodes))
         self.network = f"{NETWORK}.0/24"
@@ -165,11 +166,11 @@ class VirtualCluster:
         self._tear_down()
 
     def run(self, argv: Sequence[str], *, timeout_s: float | None = None, **how: Any) -> Finished:
-        """Run a program on ranks to its end; the other arguments are those of ``start``.
+        """Run a program on ranks to its end; takes the arguments of ``start`` as well.
 
         Raises:
-            TimeoutError: it ran for more than ``timeout_s`` seconds, by default 60 on an idle
-                machine, and was ended; the message has its output.
+            TimeoutError: the program was ended because it ran for more than ``timeout_s`` seconds,
+                by default 60 on an idle machine; the message has its output.
         """
         return self.finish(self.start(argv, **how), timeout_s)
 
@@ -184,8 +185,8 @@ class VirtualCluster:
     ) -> subprocess.Popen[str]:
         """Start a program on ranks, one on each node by default, and return at once.
 
-        ``python`` is the one that belongs to the MPI; ``env`` are variables for the ranks in
-        addition to this process's.
+        The word ``python`` runs the Python whose environment has the MPI library ``mpi``. ``env``
+        has variables for the ranks, in addition to the environment of this process.
         """
         placed = place(ranks_per_node or [1] * len(self.nodes), order)
         hosts = [self.nodes[node] for node in placed]
@@ -226,7 +227,7 @@ class VirtualCluster:
         return _popen(self.enter(node, argv), dict(os.environ))
 
     def enter(self, node: str, argv: Sequence[str]) -> list[str]:
-        """Write the command line that runs ``argv`` on a node, in the present directory."""
+        """Return the command line that runs ``argv`` on a node, in the current directory."""
         return self._hosts[node].enter(argv)
 
     def address(self, node: str) -> str:
@@ -234,7 +235,7 @@ class VirtualCluster:
         return f"{NETWORK}.{self.nodes.index(node) + 1}"
 
     def set_rate(self, node: str, rate: str) -> None:
-        """Change the rate of a node's link; programs may run meanwhile."""
+        """Change the rate of a node's link, also while programs run."""
         self._links[node].set_rate(rate)
 
     def silence(self, node: str) -> None:
@@ -242,26 +243,26 @@ class VirtualCluster:
         self._links[node].silence()
 
     def restore(self, node: str) -> None:
-        """Let frames pass again."""
+        """Forward frames again."""
         self._links[node].restore()
 
     def lose(self, node: str) -> None:
-        """End a node with all that runs on it; nothing can be started there any more."""
+        """End a node with all its processes; no program can be started on it afterwards."""
         self._hosts[node].end()
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return how many bytes have left each node by ``eth0``, with all headers."""
+        """Return the number of bytes that each node has sent on ``eth0``, including headers."""
         return {name: self._hosts[name].sent_bytes() for name in self.nodes}
 
     def processes(self) -> list[int]:
-        """List the processes that run on the nodes, as this process sees them; none at the end."""
+        """List the ids, as seen by this process, of all processes on the nodes."""
         return [pid for name in self.nodes for pid in self._hosts[name].processes()]
 
     def kill(self) -> None:
-        """End every program on the cluster at once; none of their processes exists afterwards.
+        """Kill every program on the cluster; no process of a program exists afterwards.
 
         Raises:
-            TimeoutError: the kernel keeps one of them.
+            TimeoutError: a process still exists after the kill.
         """
         give_up = time.monotonic() + END_S
         while left := {*self.processes(), *self._hosts[LOGIN].processes()} - self._builders:
@@ -302,7 +303,7 @@ def seconds(text: str) -> float:
     """Read a time such as ``50us``, ``200ms`` or ``1s``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a time.
     """
     for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
         if text.endswith(unit):

@@ -1,7 +1,7 @@
 """Run a host made of kernel namespaces: separate network, name, processes, mounts and IPC.
 
-``/dev/shm`` and ``/var/tmp`` are separate as well; all other files, ``/tmp`` included, are those
-of the machine, as on a cluster with a network file system.
+``/dev/shm`` and ``/var/tmp`` are separate as well. The host shares all other files with the
+machine, including ``/tmp``, as on a cluster with a network file system.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ END_S = 5.0  # time for the kernel to end the processes of a host
 
 
 class Host:
-    """A virtual host that runs."""
+    """A running virtual host."""
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
@@ -75,13 +75,14 @@ class Host:
         """Start a host.
 
         Args:
-            name: what ``hostname`` says on it.
-            table: lines of its ``/etc/hosts``.
-            inside: the host that sees its processes, and takes it along at the end.
-            network: whether it has a separate network, or that of the starting process.
+            name: host name.
+            table: lines of ``/etc/hosts`` on the host.
+            inside: outer host, which sees the processes of this host; the end of the outer host
+                also ends this host.
+            network: True for a separate network, False for the network of the starting process.
 
         Raises:
-            RuntimeError: the kernel refused; says why.
+            RuntimeError: the kernel refuses to create the host; the message has the reason.
         """
         script = BOOT.format(
             name=name,
@@ -110,20 +111,20 @@ class Host:
 
     @property
     def inner_pid(self) -> int:
-        """First process of the host, as the host sees it that this one is inside of."""
+        """Process id of the first process of this host, as seen by the outer host."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         views = next(line for line in status.splitlines() if line.startswith("NSpid:"))
         return int(views.split()[-2])
 
     def enter(self, argv: Sequence[str]) -> list[str]:
-        """Write the command line that runs ``argv`` on this host, in the present directory."""
+        """Return the command line that runs ``argv`` on this host, in the current directory."""
         return enter(str(self.pid), str(Path.cwd()), argv)
 
     def do(self, *argv: str, text: str | None = None) -> str:
         """Run a short command on this host and return its output.
 
         Raises:
-            RuntimeError: it failed; the message has its error output.
+            RuntimeError: the command failed; the message has its error output.
         """
         done = ended(self.enter(argv), input=text)
         if done.returncode:
@@ -131,12 +132,12 @@ class Host:
         return done.stdout
 
     def processes(self) -> list[int]:
-        """List its processes, as this process sees them, without the first one."""
+        """List the process ids of this host, as seen by this process, except the first one."""
         everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
         return [p for p in everyone if p != self.pid and _namespace(p) == self._namespace]
 
     def sent_bytes(self) -> int:
-        """Return the bytes sent on ``eth0``, with all link headers."""
+        """Return the number of bytes sent on ``eth0``, including link headers."""
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
             card, _, counters = line.partition(":")
             if card.strip() == "eth0":
@@ -168,7 +169,7 @@ class Link:
         self._cable: subprocess.Popen[str] | None = None
 
     def plug_in(self, rate: str | None, latency_s: float) -> None:
-        """Join node and switch; ``rate`` as ``tc`` has it, None for what the machine can do."""
+        """Connect node and switch; ``rate`` has the format of ``tc``, None means no limit."""
         far_end = f"{self.port}far"
         if latency_s:
             self._lay_cable(far_end, latency_s)
@@ -184,21 +185,21 @@ class Link:
             self.set_rate(rate)
 
     def set_rate(self, rate: str) -> None:
-        """Set the rate of both directions, such as ``200mbit``; programs may run meanwhile."""
+        """Set the rate of both directions, such as ``200mbit``, also while programs run."""
         for host, card in ((self._switch, self.port), (self._node, "eth0")):
             shape = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
             host.do("tc", "qdisc", "replace", "dev", card, "root", *shape)
 
     def silence(self) -> None:
-        """Drop every frame; neither end can distinguish this from a slow peer."""
+        """Drop every frame; the peers cannot distinguish this from a slow link."""
         self._switch.do("bridge", "link", "set", "dev", self.port, "state", DISABLED)
 
     def restore(self) -> None:
-        """Let frames pass again."""
+        """Forward frames again."""
         self._switch.do("bridge", "link", "set", "dev", self.port, "state", FORWARDING)
 
     def close(self) -> None:
-        """Wait for the process that forwards the frames; the end of the switch has ended it."""
+        """Wait for the end of the forwarding process, which the end of the switch has ended."""
         if self._cable is not None:
             assert self._cable.stdout is not None
             self._cable.wait()
@@ -225,7 +226,7 @@ def enter(pid: str, folder: str, argv: Sequence[str]) -> list[str]:
 
 
 def _innermost(pid: int) -> int:
-    """Follow the only children of ``unshare``: the last one is the first process of the host."""
+    """Return the first process of a host: the last in the chain of children of ``unshare``."""
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         pid = int(children[0])
     return pid

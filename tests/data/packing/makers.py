@@ -66,7 +66,7 @@ def png(seed, height=4, width=4):
 
 
 def claiming(side):
-    """Return a PNG of some bytes that claims to have ``side`` by ``side`` pixels."""
+    """Return a PNG of a few bytes that claims to have ``side`` by ``side`` pixels."""
     data = bytearray(image(Image.new("1", (8, 8))))
     data[16:24] = struct.pack(">II", side, side)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
@@ -100,7 +100,7 @@ def samples_tar(samples, mode="w"):
 
 
 def sparse(claimed):
-    """Return an archive of some KB with a file that claims to be large: holes need no space."""
+    """Return an archive of a few KB with a sparse file that claims to be large."""
     info = tarfile.TarInfo("a.bin")
     info.type = tarfile.GNUTYPE_SPARSE
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))

@@ -1,4 +1,4 @@
-"""Check datasets of HDF5 files: values of the file itself, not of links and mappings."""
+"""Check datasets of HDF5 files: only values in the file itself, not in files that it links to."""
 
 import pickle
 

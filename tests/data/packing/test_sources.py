@@ -42,7 +42,7 @@ def chunked(values, **options):
 
 
 def narrow(file, name):
-    """Store 12 of each 16 bits: the bytes in the file differ from numpy's dtype."""
+    """Store 12 of every 16 bits, so that the bytes in the file differ from numpy's dtype."""
     kind = h5py.h5t.STD_I16LE.copy()
     kind.set_precision(12)
     kind.set_offset(4)

@@ -1,13 +1,13 @@
-"""Start ranks at a sixth of the cost, by a fork of a Python process that has imported torch.
+"""Start ranks six times as fast, by forks of a Python process that has imported torch.
 
 A test uses ``python()`` instead of ``sys.executable`` to start ranks. mpirun then starts stubs,
 which take a few milliseconds. A stub sends its environment, working directory, limits and open
 descriptors to a server, and the server forks the rank. The stub forwards signals to the rank and
 exits with its exit code.
 
-Not for tests that check parent processes, send SIGSTOP, or measure imports. A stub starts a new
-Python process if the server cannot reproduce the request: options of Python, variables that
-libraries read at import, or another network namespace.
+Tests that check parent processes, send SIGSTOP or measure imports must not use ``python()``. A
+stub starts a new Python process if the server cannot reproduce the request: options of Python,
+variables that libraries read at import, or another network namespace.
 """
 
 import atexit

@@ -35,7 +35,7 @@ def become(request):
 
 
 def _place(received, numbers):
-    """Give each received descriptor the number that it has in the stub."""
+    """Give each received file descriptor the number that the descriptor has in the stub."""
     top = max([*numbers, *received]) + 1
     for i, (fd, number) in enumerate(zip(received, numbers, strict=True)):
         os.dup2(fd, top + i)

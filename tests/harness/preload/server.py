@@ -31,7 +31,7 @@ REFUSED = (0xFFFFFFFF).to_bytes(4, "big")
 
 
 def fixed(environ):
-    """Return the variables that cannot be changed after the imports."""
+    """Return the environment variables that have no effect if changed after the imports."""
     found = {k: v for k, v in environ.items() if k.startswith(READ_WHILE_LOADED)}
     for name in READ_LATER:
         found.pop(name, None)
@@ -67,7 +67,7 @@ class Children:
             os.close(pidfd)
 
     def serve(self, fd):
-        """Send the exit status of a process to its stub, or signals of a stub to its process."""
+        """Send exit statuses of processes to their stubs, and signals of stubs to processes."""
         if fd in self._ends:
             link, pid, pidfd = self._links.pop(self._ends.pop(fd))
             status = os.waitpid(pid, 0)[1]
@@ -94,7 +94,7 @@ class Children:
 
 
 def serve(listener):
-    """Fork a process per request. Return the request in a child, None in the server at its end."""
+    """Fork a child per request. Return the request in the child, finally None in the server."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(0, select.POLLHUP)
@@ -142,7 +142,7 @@ def receive(link):
 
 
 def run(words, path):
-    """Run the program that these arguments of Python name."""
+    """Run the program that the Python arguments name."""
     program = sys.modules["__main__"].__dict__
     sys.path[:] = [p for p in os.environ.get("PYTHONPATH", "").split(":") if p] + path
     if words[0] == "-c":

@@ -2,8 +2,8 @@
 
     python -I -S stub.py SOCKET ARGS...   ARGS as for Python: FILE ..., -m MODULE ..., -c CODE ...
 
-The stub forwards signals and ends as the rank does. It imports only built-in modules, because it
-must start fast and lives as long as the rank.
+The stub forwards signals to the rank, and exits with its exit code. It imports only built-in
+modules, because it must start fast and lives as long as the rank.
 """
 
 import _signal

@@ -36,7 +36,7 @@ def last_rank_alone(hvd):
 
 
 class Training:
-    """A small training that calls each of ``events`` once, at its optimizer step."""
+    """A small training that calls each function in ``events`` once, at a given optimizer step."""
 
     def __init__(self, hvd, **events):
         torch.manual_seed(hvd.rank())

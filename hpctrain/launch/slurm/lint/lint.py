@@ -70,7 +70,7 @@ def _header(script: BatchScript) -> Iterator[Fault]:
 
 
 def _runs_once(script: BatchScript) -> Iterator[Fault]:
-    """Find a program that runs only once in a job of several tasks."""
+    """Find a program that the script starts only once although the job has several tasks."""
     tasks, nodes = script.num_tasks, script.number("nodes") or 1
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
@@ -291,7 +291,7 @@ def _gpus_per_node(script: BatchScript) -> int | None:
 
 
 def _num_gpus(kinds: list[str]) -> int:
-    """Return the number of GPUs of ``4``, ``a100:4`` or ``gpu:a100`` (one); 0 if unknown."""
+    """Parse a number of GPUs: 4 for ``4`` and ``a100:4``, 1 for ``gpu:a100``; 0 if unknown."""
     if any("$" in kind for kind in kinds):
         return 0
     counts = (re.search(r"(?:^|:)(\d+)$", kind) for kind in kinds if kind)
@@ -299,7 +299,7 @@ def _num_gpus(kinds: list[str]) -> int:
 
 
 def _tasks_per_node(script: BatchScript) -> int | None:
-    """Return the ranks per node, or None if they are unknown or placed by GPU."""
+    """Return the ranks per node, or None if it is unknown or the ranks are placed by GPU."""
     steps, nodes = script.rank_steps, script.number("nodes") or 1
     words = [launcher.words for launcher in script.launchers]
     options = set(script.options).union(*(step.options for step in steps))
@@ -320,7 +320,7 @@ def _tasks_per_node(script: BatchScript) -> int | None:
 
 
 def _own_tasks(options: Options, nodes: int, usual: int | None) -> int | None:
-    """Return the tasks per node by the options of a launcher, or else ``usual``."""
+    """Return the tasks per node that the options of a launcher request; without them ``usual``."""
     if "ntasks-per-node" in options:
         return number(options, "ntasks-per-node")
     return _share(number(options, "ntasks"), nodes) if "ntasks" in options else usual
@@ -351,7 +351,7 @@ def _no_save_request(script: BatchScript) -> Iterator[Fault]:
 
 
 def _output(script: BatchScript) -> Iterator[Fault]:
-    """Find an output file in a missing folder, or one that a requeued job truncates."""
+    """Find an output file whose folder is missing, or which a requeued job truncates."""
     facts, options = script.facts, script.options
     if script.is_requeued and not options.get("open-mode", "").lower().startswith("a"):
         what = "a job that may be requeued must append to its output, got no --open-mode=append"
@@ -398,7 +398,7 @@ def _time(script: BatchScript) -> Iterator[Fault]:
 
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
-    """Return ``checkpoint.every`` of the run of a command, and whether it is set explicitly."""
+    """Return ``checkpoint.every`` of the run of a command, and True if the user set the key."""
     words = command.words
     names = [word.rpartition("/")[2] for word in words]
     starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
@@ -442,10 +442,11 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
 
 
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
-    """Return the findings about the text of a batch script; one ``ok`` finding without a fault.
+    """Return the findings about the text of a batch script; a single ``ok`` if it has no fault.
 
     The script is not run: ``#SBATCH`` lines are read as by sbatch, other lines are split into
-    words. The function reads the configuration of the run for the interval between checkpoints.
+    words. For the interval between checkpoints, the function also reads the configuration of the
+    run.
     """
     known = BatchScript(script, facts or LintFacts())
     found = [Finding(name, *fault) for name, find in RULES.items() for fault in find(known)]

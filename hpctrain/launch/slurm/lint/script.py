@@ -129,7 +129,7 @@ class Command:
 
     @property
     def inner(self) -> list["Command"]:
-        """Commands in the text of ``bash -c "..."``, and the command of ``"$@"`` in that text."""
+        """Commands in the text of ``bash -c "..."``, and the command passed as ``"$@"``."""
         for at, (flag, text) in enumerate(pairwise(self.words[1:]), 2):
             if self.name in _SHELLS and re.fullmatch(r"-\w*c", flag):
                 after = self.words[at + 2 :] if '"$@"' in text or text.startswith("$") else ()
@@ -157,7 +157,7 @@ class ScriptStep:
         return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
 
     def option(self, name: str, variable: str) -> str | None:
-        """Return the value of an option, else of an environment variable, else None.
+        """Return the value of an option, or of its variable, or None if neither is set.
 
         A value that is unknown before the run contains a ``$``.
         """
@@ -204,7 +204,7 @@ class BatchScript:
         self.launchers = [each for each in self.commands if launcher_of(each)]
 
     def _expanded(self, word: str) -> str:
-        """Replace the variables in a word whose values are known and single words."""
+        """Replace each variable in a word whose value is known and is a single word."""
 
         def value(match: re.Match[str]) -> str:
             known = self._known.get(match[1] or match[2], "")
@@ -219,7 +219,7 @@ class BatchScript:
 
     @cached_property
     def has_unread_sources(self) -> bool:
-        """Whether the script sources a file that may start ranks or set a trap."""
+        """True if the script sources a file that may start ranks or set a trap."""
         sourced = (each.words[1:2] for each in self.commands if each.name in ("source", "."))
         return not all(words and _HARMLESS.search(words[0]) for words in sourced)
 
@@ -236,7 +236,7 @@ class BatchScript:
 
     @cached_property
     def requeues(self) -> list[int]:
-        """Numbers of lines with ``scontrol requeue``."""
+        """Line numbers of the calls of ``scontrol requeue``."""
         lines = enumerate(self.text.splitlines(), 1)
         return [at for at, line in lines if re.match(r"[^#]*\bscontrol\s+requeue\b", line)]
 
@@ -327,7 +327,7 @@ def commands(text: str, first_line: int = 1) -> Iterator[Command]:
 
 
 def _logical_lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield the words of each logical line, joined at backslashes and open quotes."""
+    """Yield the words of each logical line; a backslash or open quote joins lines."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -348,7 +348,7 @@ def _logical_lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]
 
 
 def _split_words(text: str) -> list[str] | None:
-    """Split a text as a shell does, with ``$_`` for substitutions; None for an open quote."""
+    """Split a text as a shell does; replace substitutions by ``$_``. None if a quote is open."""
     text = re.sub(r"\$\((?:which|command -v|type -p) ([\w.+-]+)\)", r"\1", text)
     text = re.sub(r"\$\(\([^()]*\)\)|`[^`]*`", "$_", text)
     text = re.sub(r"\$\{(\w+:?[-=?])[^{}]*\s[^{}]*\}", r"${\1}", text)
@@ -412,7 +412,7 @@ def parse(
 ) -> tuple[Options, tuple[str, ...], bool]:
     """Split the words after ``srun`` or ``#SBATCH`` into options and the program after them.
 
-    The option ``--wait`` is a flag of sbatch, and has a value in srun.
+    The option ``--wait`` has no value for sbatch, but has a value for srun.
 
     Returns:
         The options, the words of the program, and whether all words are known: unknown words may
@@ -445,7 +445,7 @@ def parse(
 
 
 def _split(word: str, flags: frozenset[str], options: dict[str, str]) -> tuple[str, str | None]:
-    """Return the last option of a word and its value, or None; store the flags before it."""
+    """Return the last option in ``word`` and its value; store earlier flags in ``options``."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
         return ALIASES.get(name, name), text if equals else None

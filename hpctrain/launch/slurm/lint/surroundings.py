@@ -47,7 +47,7 @@ def threads(script: BatchScript) -> Iterator[Fault]:
 
 
 def rendezvous(script: BatchScript) -> Iterator[Fault]:
-    """Find ``torch.distributed`` variables with a wrong value or in a wrong place."""
+    """Find ``torch.distributed`` variables that have a wrong value or are set in a wrong place."""
     assigned = script.assigned
     steps = [step for step in script.rank_steps if not step.does_own_launching]
     if not steps:

@@ -1,4 +1,4 @@
-"""Correct scripts have no finding; each fault is found in an otherwise correct script."""
+"""Correct scripts have no finding; each fault is found in a script with only this fault."""
 
 from dataclasses import replace
 from pathlib import Path
