@@ -101,7 +101,7 @@ def starter() -> Path | None:
 def end_launch() -> None:
     """Send SIGTERM to the launcher of this process, which ends all ranks.
 
-    On other hosts than that of the launcher, its daemon receives the signal.
+    On a host where only a daemon of the launcher runs, the daemon receives the signal.
     """
     if found := _starter():
         os.kill(found[0], signal.SIGTERM)
@@ -136,7 +136,10 @@ def srun_type(library: Path) -> str:
 
 
 def owner(library: Path) -> Family:
-    """Return the family of a library; for the standard ABI, by other libraries in its folder."""
+    """Return the family of a library.
+
+    The family of a library of the standard ABI is that of the other MPI library in its folder.
+    """
     found = family(library)
     if found != "abi":
         return found

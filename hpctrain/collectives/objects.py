@@ -101,7 +101,7 @@ def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
 def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
     """Unpickle an object; raise an error if a rank has sent a ``_Refusal`` instead.
 
-    ``failure`` is the error of this rank, the cause of the raised error.
+    ``failure`` is the error of this rank, if any; it becomes the cause of the raised error.
     """
     value = unpickled(data)
     if isinstance(value, _Refusal):
