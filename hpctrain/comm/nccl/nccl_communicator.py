@@ -3,8 +3,8 @@
 Queued operations of NCCL wait on the GPU for all ranks, without a limit: if a rank dies, no call
 of the host returns an error, and a host that waits for a stream sleeps. So a thread of each rank
 checks twice per second whether NCCL reports an error, and whether the other ranks of this machine
-exist. If not, it aborts the queued operations and raises an error in the training thread, before
-that thread can use wrong sums.
+exist. After an error or the end of a rank, the checking thread aborts the queued operations and
+raises an error in the training thread, before the training thread can use wrong sums.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ class Offer:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this process sees the ``Sign`` of the rank, that is, the rank exists."""
+        """Whether this process sees the ``Sign`` of the rank, which exists as long as the rank."""
         with suppress(OSError):
             return str(Path(self.path).readlink()) == self.text
         return False
@@ -116,7 +116,7 @@ class NcclCommunicator:
     def all_reduce_(self, values: Tensor) -> None:
         """Queue the sum over all ranks, in place, on the current stream, ``stream``.
 
-        Collective; the ranks have agreed on it before.
+        Collective. The ranks must have synchronized before the call.
 
         Args:
             values: flat, of a dtype in ``nccl.TYPES``.
@@ -136,7 +136,7 @@ class NcclCommunicator:
             raise
 
     def ends_with(self, event: torch.Event) -> None:
-        """Store the event recorded after the last sum; the caller must do so after every sum."""
+        """Store ``event``, recorded after the last sum. Must be called after every sum."""
         self._last, self._is_queueing = event, False
 
     def break_off(self, reason: str) -> None:

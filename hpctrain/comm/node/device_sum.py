@@ -100,7 +100,7 @@ class SliceSum:
 
 
 def slice_sum_of(parts: Sequence[Tensor], how: Combination) -> SliceSum | None:
-    """Compile the kernel for ``parts``; return None if it does not support or run them.
+    """Compile the kernel for ``parts``; return None if the kernel cannot compute this sum.
 
     Some ranks may get None and sum with torch, whose sums are bitwise identical.
     """

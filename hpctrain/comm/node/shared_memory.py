@@ -101,7 +101,7 @@ class SharedMemory:
         """Record ``call``, before this rank writes to node memory for this call. Not collective.
 
         Raises ``CommError`` if the communicator is closed or has failed on a rank, or in a forked
-        child: then this rank must not write to node memory, which other ranks may still read.
+        child. In these cases this rank must not write to node memory, which other ranks may read.
         """
         self._owner.check()
         self.require_usable()
@@ -110,9 +110,8 @@ class SharedMemory:
     def await_others(self, call: Call, *, of_node: bool = False) -> None:
         """Wait until all ranks of the node have begun the same ``call``.
 
-        Raises ``MismatchError`` on every rank if the calls differ. Then the communicator fails on
-        other nodes, too, unless ``of_node`` is true, which means that only this node makes the
-        call.
+        Raises ``MismatchError`` on every rank if the calls differ. Then the communicator also
+        fails on other nodes, except with ``of_node``, which is for calls of this node only.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
@@ -313,7 +312,7 @@ class SharedMemory:
                 self._calls[self.local_rank * _CELLS + _NONFINITE] += 1
 
     def count(self, num_bytes: int) -> None:
-        """Add to the bytes that this rank has read or written in node memory. Not collective."""
+        """Add ``num_bytes`` to the counter of accesses to node memory. Not collective."""
         self.num_bytes += num_bytes
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
@@ -381,9 +380,9 @@ class SharedSlots:
     """Reduces tensors that are not buckets, through the staging buffers of ``node``.
 
     Methods that synchronize are collective over the node. The staging buffer of a rank has two
-    slots, which the rank writes alternately. Before the rank writes a slot again, all readers of
-    the slot have passed the barrier of the operation between, so one barrier per operation is
-    enough.
+    slots, which the rank writes alternately. Between two writes to the same slot, all ranks
+    pass the barrier of the operation that uses the other slot, and so have finished reading. One
+    barrier per operation is therefore enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
@@ -432,9 +431,9 @@ class SharedSlots:
             self.leave(chunk, bucket, None)
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
-        """Copy ``values``, 1-D and at most a slot, to this rank's slot; synchronize for ``call``.
+        """Copy the 1-D ``values``, which must fit a slot, to this rank's slot; begin ``call``.
 
-        Returns the slots of all ranks as a bucket.
+        Synchronizes the ranks and returns the slots of all ranks as a bucket.
         """
         self._node.begin(call)
         return self._enter(values, call)
@@ -483,7 +482,7 @@ class SharedSlots:
         self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
-        """Return slot ``turn`` of each rank as a tensor of this dtype and shape. Local."""
+        """Return slot ``turn`` of each rank as a tensor of ``dtype`` and ``shape``. Local."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
     def _make_views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
