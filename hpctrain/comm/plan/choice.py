@@ -77,7 +77,7 @@ def choose_plan(
 
 
 def has_equal_nodes(topology: Topology) -> bool:
-    """Return whether there are several nodes, all with the same number of ranks, above one."""
+    """Return True if there are several nodes, with equal numbers of ranks, at least two each."""
     sizes = {len(ranks) for ranks in topology.nodes}
     return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
 
@@ -135,7 +135,8 @@ def _tensors_of(
 def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     """Return the plan of a group with this ``topology``. Not collective.
 
-    The tables are kept if both the group and the world are on one node, or both on several.
+    The result has the tables of ``plan`` if group and world are both on one node, if both are on
+    several nodes, or if node memory is not used.
     """
     several = topology.num_nodes > 1
     num_rails = 0
@@ -174,7 +175,8 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
     """Return ``rule``, with algorithms replaced where another one was clearly faster.
 
     A measurement applies to all sizes that are nearest to its size by ratio, and the last one to
-    all larger sizes. At sizes at which the algorithm of the rule was not measured, it is kept.
+    all larger sizes. A size at which the algorithm of ``rule`` was not measured keeps this
+    algorithm.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -230,8 +232,8 @@ def batching(seconds: Mapping[int, float]) -> Batching:
 
     A message of n bytes takes ``a + b n`` seconds. Fusion saves ``a`` for each operation but the
     first, and an operation that waits longer than ``a`` loses more than it saves. So operations
-    are fused up to the size at which latency is a small fraction of the time, and wait for half a
-    latency, since on average they wait as long again for the previous message.
+    are fused up to the size at which latency is a small fraction of the time, and wait for half of
+    ``a``: the previous message delays them, on average, by the other half.
 
     Both results are rounded to powers of four, in bytes and microseconds, so that repeated
     measurements of a link give the same result.

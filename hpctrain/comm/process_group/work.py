@@ -288,7 +288,7 @@ class Message(Base):  # type: ignore[misc]
         tensors: the tensors that are sent or received.
         after: called when the transfer is complete.
         lock: held during calls of the wire, which several threads may use.
-        named: returns the error of a wait with a text that names the message.
+        named: converts the error of a wait to an error that names the message.
     """
 
     def __init__(
