@@ -27,9 +27,10 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
     factor common to all ranks is a factor of the result.
 
     The algorithm is recursive halving, as for a sum: each rank sends 2 log2(N) messages with
-    2(N-1)/N of all elements in total, and at level k another k messages of three numbers per
-    tensor. Elements are sent in float32, or float64 if any tensor is float64. Products and sums
-    are computed in float64 and rounded once per level. Results are bitwise identical on all ranks.
+    2(N-1)/N of all elements in total, and, at level k, k additional messages with three
+    numbers per tensor. Elements are sent in float32, or float64 if any tensor is float64. Products
+    and sums are computed in float64 and rounded once per level. Results are bitwise identical on
+    all ranks.
 
     Only ``send`` and ``recv_`` of ``comm`` are used.
 

@@ -20,8 +20,8 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
     """Raise on all ranks at the end of the block if any rank has raised in it.
 
     The end of the block is collective. Collectives in the block must raise on all ranks or on
-    none. A rank re-raises its own error if it is no ``HpctrainError``, or if all ranks have the
-    same ``error``.
+    none. A rank re-raises its own error if the error is no ``HpctrainError``, or is an ``error``
+    and has the same text on all ranks.
 
     Args:
         comm: the ranks.

@@ -68,7 +68,8 @@ def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError
     """Exchange the calls of all ranks; return an error that names the calls. Collective.
 
     Raises:
-        RankLostError: another rank does not call this function, since its wait has failed.
+        RankLostError: another rank does not call this function, because a wait of that rank has
+            failed.
     """
     texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
     return different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))

@@ -69,7 +69,7 @@ class Communicator(Protocol):
         comm.publish(bucket)                  # copy the slices of all ranks to every bucket
 
     Without node memory each rank counts as a node, and its slice is the whole bucket. If
-    operations run on a thread, these functions must be called on that thread, with ``start_on``.
+    operations run on a thread, a codec must call these functions on that thread, by ``start_on``.
     """
 
     rank: int
@@ -253,7 +253,7 @@ class Communicator(Protocol):
         """
 
     def new_mailbox(self) -> Mailbox:
-        """Create a mailbox between the ranks, separate from earlier ones.
+        """Create a mailbox between the ranks, separate from earlier mailboxes.
 
         The mailbox may be used concurrently with the operations of this communicator, also from
         another thread if MPI allows it.

@@ -161,7 +161,7 @@ class Liveness:
             RankLostError: a rank died, or ranks have not called this method in time.
 
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
-        sparse data exchange", for the end: synchronous sends, then a barrier.
+        sparse data exchange". From this paper: synchronous sends, then a nonblocking barrier.
         """
         if not self._reports.may_send:
             return ""

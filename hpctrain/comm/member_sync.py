@@ -42,7 +42,8 @@ class MemberSync:
             tag: used by no other messages of ``wire``.
 
         Returns:
-            The attempt of the first member, which no later call with ``tag`` returns.
+            The number of attempts of the first member; no later call with ``tag`` returns this
+            number.
 
         Raises:
             RankLostError: a wait failed; the call can be repeated.

@@ -67,8 +67,8 @@ class MpiCommunicator(Communicator):
     Args:
         comm: ranks of this communicator. No other code may use it; ``close`` frees it.
         watch: performs all waits; by default without detection of lost ranks and without timeout.
-        world_ranks: rank in the world for each rank of ``comm``; empty if both are equal.
-        make_group: creates the communicators of groups; flat ones by default.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
+        make_group: creates the communicators of groups; by default flat communicators.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's reduced part, of the dtype for storage or for accumulation."""
+        """Return this rank's reduced part, of dtype ``storage_dtype`` or ``accumulate_dtype``."""
         lanes = values.itemsize // how.storage_dtype.itemsize  # per element
         counts = [numel * lanes for numel in parts]
         values = how.view(values)

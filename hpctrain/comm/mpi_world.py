@@ -74,7 +74,7 @@ def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intra
     Raises:
         LaunchError: launcher, MPI library and world do not match.
         RankLostError: a rank is later than ``timeout_s``.
-        ConfigError: ``chosen`` has another type, contains an invalid rank, or not this rank.
+        ConfigError: ``chosen`` has another type, contains an invalid rank, or lacks this rank.
     """
     world = _join(env.launched())
     if is_communicator(chosen):

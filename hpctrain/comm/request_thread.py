@@ -18,7 +18,7 @@ _IDLE_S = 10.0  # polling interval if each request rings the doorbell
 
 
 class Polled(NamedTuple):
-    """Numbers of requests that one poll of a service has received."""
+    """Result of one poll of a service: how many requests have arrived."""
 
     num_near: int = 0  # requests from ranks of this node that have arrived
     num_far: int = 0  # requests from ranks of other nodes

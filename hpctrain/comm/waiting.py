@@ -236,7 +236,7 @@ class Watch:
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
         """Return a watch for a communicator of ``ranks``, which ignores that other ranks leave.
 
-        Without ``limit`` the watch shares the limit of this watch.
+        Without ``limit``, the new watch has the limit of this watch.
         """
         return Watch(
             self._find_lost,
@@ -253,7 +253,10 @@ class Watch:
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
     def begin(self, call: Call, *, is_compared: bool = False) -> None:
-        """Record that this rank begins ``call``; ``is_compared`` if all ranks compare the call."""
+        """Record that this rank begins ``call``.
+
+        If ``is_compared`` is true, all ranks compare the call.
+        """
         self.call_tag = call.tag
         if self.calls is not None:
             self.calls.begin(call.text)
