@@ -46,7 +46,8 @@ def appear(room: Path, directory: Path) -> None:
     Args:
         room: existing directory with the same parent; its contents are on disk.
         directory: the new name. An older directory of that name is replaced atomically if the file
-            system can exchange two names; otherwise a kill between two renames leaves neither.
+            system can exchange two names; otherwise, if the process is killed between two renames,
+            neither directory has that name.
 
     Raises:
         OSError: the file system reports an error; the older directory is unchanged.

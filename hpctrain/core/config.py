@@ -253,8 +253,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads.
 
-    For the name of a Horovod variable with our prefix, the sentence suggests our setting of the
-    same meaning.
+    If replacing ``HPCTRAIN_`` by ``HOROVOD_`` gives a variable of Horovod, the sentence suggests
+    the setting of hpctrain with the same meaning.
     """
     known = [variable_of(name) for name in _TABLE]
     meant = {

@@ -120,7 +120,7 @@ def file_of(target: str) -> tuple[Path, ...]:
 
 
 def hint(name: str, valid: Iterable[str]) -> str:
-    """Return the end of a message about a wrong name: the closest valid name, or all of them."""
+    """Return the end of a message about a wrong name: the closest or all valid names."""
     by_lower = {each.lower(): each for each in valid}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:

@@ -17,8 +17,8 @@ from hpctrain.core.torch_compat import warn_if_untested
 def configure_torch(found: Connection) -> None:
     """Set the number of threads and the accelerator of this rank in torch. Local.
 
-    The accelerator is the one with the rank's number on its host. The current device is kept if
-    only one is visible, as with ``srun --gpus-per-task=1``, or if it is not device 0.
+    The index of the accelerator is the number of the rank on its host. The current device is kept
+    if only one device is visible, as with ``srun --gpus-per-task=1``, or if its index is not 0.
     """
     torch.set_num_threads(found.plan.threads)
     count = torch.accelerator.device_count()

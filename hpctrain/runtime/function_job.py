@@ -26,7 +26,8 @@ _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Job:
     """Function call in a Slurm job, created by ``hpctrain.submit``.
 
-    The names are submitit's. Every method queries Slurm or reads files that all nodes see.
+    The methods have the names of submitit. Every method queries Slurm or reads files that all
+    nodes see.
 
     Args:
         number: number of the Slurm job.

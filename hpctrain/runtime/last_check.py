@@ -1,7 +1,7 @@
-"""Comparison of the states after the last step, by all ranks, at the end of a program.
+"""Comparison of models and optimizers between the ranks at the end of a program.
 
 Before each step the ranks compare the states after the previous step. This module compares the
-states after the last one.
+states after the last step.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class LastStates:
 
 
 class OpenedSteps(Protocol):
-    """Step protocol of the distributed optimizers on one communicator."""
+    """Interface of the steps of all distributed optimizers of one communicator."""
 
     last_states: LastStates | None
     """State of each optimizer after its last step; None if states are not compared."""
@@ -127,7 +127,9 @@ def compare(
 def _difference(
     gather: "Gather", mine: Mapping[str, Left], *, is_strict: bool
 ) -> tuple[str, bool]:
-    """Return a message on differing states, or "", and whether a rank is strict. Collective.
+    """Return a message on differing states, and whether they are an error. Collective.
+
+    The message is empty if no states differ. A difference is an error if it is one on any rank.
 
     The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
     missing on some rank is skipped. Costs one small message per rank if all states are equal.

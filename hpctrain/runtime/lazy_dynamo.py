@@ -69,7 +69,7 @@ class Finder:
 
 
 def load(stub: DynamoStub) -> ModuleType:
-    """Replace the stub by the package, and clear the marks of functions that it returned."""
+    """Replace the stub by the package, and remove torch's marks from functions of ``disable``."""
     with stub.lock:
         if sys.modules.get(DYNAMO) is stub:
             set_dynamo(None)

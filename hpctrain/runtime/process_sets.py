@@ -63,7 +63,10 @@ class ProcessSet:
 
     @property
     def registered(self) -> "Registered | None":
-        """Entry in the table of a world, which may have been shut down."""
+        """Entry of this set in the table of its world; None before it is registered.
+
+        The entry remains after the shutdown of the world.
+        """
         return self._registered
 
     def size(self) -> int | None:
@@ -159,7 +162,8 @@ def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
     Sets can be added and removed at any time, without Horovod's HOROVOD_DYNAMIC_PROCESS_SETS.
 
     Args:
-        process_set: the same ranks on every rank, or a set of a communicator on each.
+        process_set: a set of the same ranks on every rank, or, on each rank, a set of a
+            communicator that contains the rank.
 
     Raises:
         NotInitializedError: ``init`` was not called.
@@ -190,7 +194,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -> int:
-    """Return the number in a process set of a rank of the world. Local.
+    """Convert ``rank``, a rank of the world, to a rank in a process set. Local.
 
     Args:
         process_set: the set; None for all ranks.

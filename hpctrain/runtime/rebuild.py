@@ -48,7 +48,7 @@ class Rebuild:
             renew: rebuilds the object; None if it does not depend on the ranks.
             close: closes the object; None if no action is needed.
             move: rebuilds the object in a world of other ranks, where it registers again; None if
-                it ends with this world.
+                the object ends with this world.
         """
         self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable

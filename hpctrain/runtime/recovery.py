@@ -79,7 +79,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
 
 
 def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int]:
-    """Shrink the world after an error caused by lost ranks; return these ranks.
+    """Shrink the world after an error caused by lost ranks; return the lost ranks.
 
     Collective over the survivors, each of which has caught such an error.
 

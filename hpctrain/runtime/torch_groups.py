@@ -51,7 +51,7 @@ def _limit_of(timeout: timedelta) -> Limit:
 
 
 def create(options: Any) -> HpctrainGroup:
-    """Create a group of the ranks that torch passes; of all ranks if none. Collective."""
+    """Create a group of the ranks that torch passes, or else of all ranks. Collective."""
     initialization.init()
     here = world.current()
     topology, ranks = here.topology, list(options.global_ranks_in_group)
