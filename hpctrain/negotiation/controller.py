@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class Controller:
     """Accepts requests from any thread, and executes each once all ranks have submitted it.
 
-    A caller that waits for an operation drives the ``ProgressEngine``; otherwise the thread of the
-    ``EngineDriver`` does. The constructor is collective over ``comm``: it creates mailboxes.
+    A caller that waits for an operation drives the ``ProgressEngine``. Without such a caller,
+    the thread of the ``EngineDriver`` drives it. The constructor is collective over ``comm``: it
+    creates mailboxes.
 
     Args:
         comm: the ranks. No other code may use this communicator; ``close`` closes it.
@@ -101,7 +102,8 @@ class Controller:
     ) -> Handle | None:
         """Start a reduction that was passed to ``repeat``; return None if its signature differs.
 
-        ``name`` is the name that was passed to ``repeat``; ``submit`` documents the rest.
+        ``name`` is the name that was passed to ``repeat``; ``submit`` documents the other
+        arguments.
         """
         repeated = self._repeated.get(name)
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
@@ -179,7 +181,7 @@ class Controller:
         return self._progress.broken is not None
 
     def shut_down(self) -> None:
-        """Fail all operations, without synchronizing the ranks by a final one. Collective."""
+        """Fail all operations; no final operation synchronizes the ranks. Collective."""
         self._progress.shut_down()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ _MAX_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
-    """Divide requests into groups that are executed together; return the indices of each.
+    """Divide requests into groups that are executed together; return the indices of each group.
 
     The result depends on the signatures only, so it is the same on all ranks. All-reduces of the
     same dtype, operation and factors are fused up to ``fusion_bytes``, at the position of the
@@ -59,7 +59,7 @@ def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
 
 
 def fusible_bytes(request: Request) -> int | None:
-    """Return the number of bytes that a request adds to a fused message; None if it cannot."""
+    """Return the bytes that a request adds to a fused message; None if it cannot be fused."""
     signature = request.signature
     if signature.kind is not Kind.ALLREDUCE or signature.op is ReduceOp.ADASUM:
         return None
@@ -216,7 +216,8 @@ class Executor:
         Args:
             handles: the operations.
             timeline: timeline to record, or None.
-            batch: batch of the operations, which caches which operations share a message.
+            batch: batch of the operations; stores which operations share a message, for later
+                calls.
         """
         found = batch.runs if batch is not None else None
         if found is None:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class QuestionRelay:
-    """Sends questions of any rank to all ranks, and their answers to the root.
+    """Sends questions of any rank to all ranks, and the answers of all ranks to the root.
 
-    A question is, for example, whether a rank has submitted an operation that others wait for.
-    Questions pass through the root, which determines their order, so the order is the same on all
-    ranks. Questions and answers may be any picklable objects. Any thread may append to ``asked``;
-    everything else is not thread-safe.
+    A question is, for example, whether a rank has submitted an operation that other ranks wait
+    for. Questions pass through the root, which determines their order, so the order is the same on
+    all ranks. Questions and answers may be any picklable objects. Any thread may append to
+    ``asked``; everything else is not thread-safe.
 
     Args:
         rank: this rank.
@@ -321,7 +321,7 @@ def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str |
 
 
 def _differing(signatures: list[Signature]) -> tuple[list[Signature], str]:
-    """Reduce the signatures of a large group to tensors that differ; return a note on these."""
+    """Return the signatures with only the differing tensors of a large group, and a note."""
     counts = {len(signature.dtypes) for signature in signatures}
     total = max(counts)
     if total <= _NUM_SHOWN or len(counts) > 1:

@@ -110,7 +110,10 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Run ``handle`` on the fast path as far as possible, if no other is in flight."""
+        """Run ``handle`` on the fast path as far as possible.
+
+        A no-op if another operation is in flight.
+        """
         queue, submitted = self.queue, self.queue.submitted
         if len(submitted) != 1 or submitted[0] is not handle:
             return
@@ -128,8 +131,9 @@ class ProgressEngine:
         """Execute a reduction by the kernel, if no other operation of this rank is in flight.
 
         Returns:
-            True if it is complete; False if it was not executed, because other operations are in
-            flight or the kernel does not support it; else its handle, for which ``driver`` waits.
+            True if the reduction is complete. False if it was not executed, because other
+            operations are in flight or the kernel does not support it. A handle if the reduction
+            is still in progress; ``driver`` then waits for the handle.
         """
         queue, fast_path, name = self.queue, self.fast_path, repeated.name
         if fast_path is None or queue.in_flight or queue.submitted or queue.joining or queue.held:

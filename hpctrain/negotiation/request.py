@@ -1,4 +1,4 @@
-"""Requests of one rank, their signatures, which ranks compare, and their handles."""
+"""Requests of one rank, with their handles, and the signatures that the ranks compare."""
 
 import enum
 import time

@@ -365,7 +365,7 @@ class StallWatch:
                 self._end(HANG)
 
     def reports(self, now: float) -> list[tuple[str, bool]]:
-        """Return the finished reports, each with whether all ranks must end.
+        """Return the finished reports, each with True if all ranks must end.
 
         On the root, a report is finished when all ranks have answered or its deadline is over. On
         any rank, a question that the root has not forwarded in time gives a report.

@@ -17,8 +17,9 @@ A later operation of the same number is held until the earlier one is complete."
 class SubmissionQueue:
     """Stores the operations of this rank in flight, at most one of each name. Thread-safe.
 
-    Operations of one name are announced in the order of ``enter``, which names operations without
-    a name by kind and number. A join or close is announced after all operations before it.
+    Operations of one name are announced in the order of the calls of ``enter``. ``enter`` assigns
+    a name, with kind and number, to an operation without a name. A join or close is announced
+    after all operations that were entered before it.
     """
 
     def __init__(self) -> None:
