@@ -1,8 +1,9 @@
 """MPI libraries: the loaded library, and the process management interface that it needs.
 
 Ranks that srun starts find each other by a process management interface, such as PMIx. The option
-``srun --mpi=`` selects the interface, and the MPI library must support it. Otherwise some
-libraries abort with unclear messages, and others start every rank in a world of size one.
+``srun --mpi=`` selects the interface, and the MPI library must support it. Without
+support, some libraries abort with unclear messages, and other libraries start every rank in a
+world of size one.
 """
 
 import os
@@ -150,7 +151,7 @@ def owner(library: Path) -> Family:
 def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]:
     """Compare the interface of ``srun --mpi`` with the interface that an MPI library needs.
 
-    The needed interface is that of the usual build of the library. A site may have built its MPI
+    The function assumes the usual build of the library. A site may have built its MPI
     for another interface, so a difference is not an error.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Adasum: an adaptive sum that averages parallel gradients and adds orthogonal ones."""
+"""Adasum: an adaptive sum that averages parallel gradients and adds orthogonal gradients."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

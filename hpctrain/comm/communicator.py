@@ -223,7 +223,7 @@ class Communicator(Protocol):
         """Replace ``tensor`` by the tensor that rank ``source`` sends with the same tag.
 
         Raises:
-            CommError: the size of the message differs from that of ``tensor``.
+            CommError: the size of the message differs from the size of ``tensor``.
         """
 
     def barrier(self) -> None:

@@ -45,7 +45,8 @@ class HorovodCommunicator(MpiCommunicator):
         watch: performs all waits.
         world_ranks: world rank of each rank; empty if each rank equals its world rank.
         sums: algorithm of sums by size.
-        name: prefix of all names of operations; must differ from that of other communicators.
+        name: prefix of all names of operations; must differ from the prefix of every other
+            communicator.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Liveness:
     """Detects ranks that died or left, without a thread.
 
     The ranks of a node check each other's processes, and so detect a rank that died. A rank that
-    leaves the program early reports this to the others. Waiting loops call ``check()``
+    leaves the program early reports this to the other ranks. Waiting loops call ``check()``
     repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
 
     Args:
@@ -99,7 +99,7 @@ class Liveness:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank still checks the others."""
+        """Whether this rank still checks the other ranks."""
         return self._reports.is_open
 
     def abandon(self) -> None:
@@ -146,10 +146,10 @@ class Liveness:
     def wait_for_end(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Wait until every rank of the world has called this method. Collective.
 
-        This rank sleeps during the wait. After a second, this rank reports to the others that it
-        has left: ranks that wait for this rank raise, and ranks that compute continue and call
-        this method later. No message is in flight on return, as ``MPI_Finalize`` requires. A
-        no-op the second time and in forked children.
+        This rank sleeps during the wait. After a second, this rank reports to the other ranks that
+        it has left: ranks that wait for this rank raise, and ranks that compute continue and call
+        this method later. No message is in flight on return, as ``MPI_Finalize`` requires. A no-op
+        the second time and in forked children.
 
         Args:
             compare: called when all ranks have arrived, with a collective that gathers bytes.

@@ -38,7 +38,7 @@ class MemberSync:
         Args:
             wire: sends the messages.
             watch: performs all waits.
-            members: the ranks, including this one.
+            members: the ranks, including this rank.
             tag: used by no other messages of ``wire``.
 
         Returns:

@@ -260,8 +260,8 @@ class MpiCommunicator(Communicator):
 
         Args:
             ranks: ranks of this communicator, by rank in the group.
-            purpose: must differ from that of another group of the same ranks whose creation is
-                in progress on a rank, also after an error.
+            purpose: text that identifies this creation. Another group of the same ranks must have
+                another ``purpose`` if its creation is incomplete on a rank, also after an error.
             limit: limit of waits; None for the limit of this communicator.
         """
         check_group(ranks, self.size)
@@ -282,7 +282,7 @@ class MpiCommunicator(Communicator):
         return self._make_group(members, ranks, limit)
 
     def new_wire(self) -> MpiWire:
-        """Create a wire whose messages match no others of this communicator. Collective."""
+        """Create a wire whose messages match no other messages. Collective."""
         self._wires.append(self._calls.duplicate())
         return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 

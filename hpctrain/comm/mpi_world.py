@@ -43,8 +43,8 @@ def doubt() -> None:
 
     Rank 0 prints the problem first, since MPI may end all processes. Called before torch is
     loaded, which takes seconds on many ranks. MPI is not initialized early in other launches,
-    because ``MPI_Finalize`` waits for all ranks: if one failed before its initialization, the
-    others would hang.
+    because ``MPI_Finalize`` waits for all ranks: if one rank failed before its initialization, the
+    other ranks would hang.
 
     Raises:
         LaunchError: the ranks do not find each other.

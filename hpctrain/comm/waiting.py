@@ -306,11 +306,11 @@ class Watch:
         self.waited_s += time.perf_counter() - start
 
     def fail(self, error: BaseException | None = None) -> None:
-        """Record that the communicator has failed on this rank, and report it to the others.
+        """Record that the communicator has failed on this rank; report the failure to other ranks.
 
         Other ranks see the report before data that this rank writes afterwards. The loss of a
         rank is not reported, since every rank detects the loss itself. If ``error`` is a
-        ``MismatchError``, the others raise the same error.
+        ``MismatchError``, the other ranks raise the same error.
         """
         for function in self.on_fail:
             function()

@@ -91,7 +91,7 @@ class Inlet:
     """The reading end of a ring.
 
     Args:
-        memory: the same memory as that of the ``Outlet``.
+        memory: the memory of the ``Outlet``.
         doorbell: doorbell of the writer.
         fence: orders loads and stores; None if not needed.
     """

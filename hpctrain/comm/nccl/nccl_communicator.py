@@ -58,7 +58,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Facts that each rank sends to the others before NCCL starts."""
+    """Facts that each rank sends to the other ranks before NCCL starts."""
 
     refusal: str  # why this rank cannot use NCCL; empty if it can
     version: int

@@ -69,7 +69,7 @@ sum_slices: Any = triton.jit(_sum_slices, do_not_specialize=["numel"])
 
 
 class SliceSum:
-    """Launches the kernel that replaces each of ``parts`` by their sum.
+    """Launches the kernel that replaces each of ``parts`` by the sum of all ``parts``.
 
     Args:
         parts: slices of all ranks, by rank, whose memory must not move.

@@ -39,7 +39,7 @@ class Reduction(ctypes.Structure):
 
 
 class Library:
-    """Functions of the compiled kernel: those in ``calls`` release the GIL, ``instant`` keeps it.
+    """Compiled kernel; functions in ``calls`` release the GIL, functions in ``instant`` keep it.
 
     Args:
         file: the compiled library.

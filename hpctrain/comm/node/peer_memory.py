@@ -54,7 +54,7 @@ class _Memory:
 
 
 class Segment:
-    """Memory of one size on the accelerator of each rank of a node, which all ranks map.
+    """Memory on the accelerators of a node, of one size per rank, which all ranks map.
 
     Args:
         own: memory of this rank, 1-D bytes.

@@ -172,7 +172,7 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
 
 
 def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int]) -> SizeTable:
-    """Return ``rule``, with algorithms replaced where another one was clearly faster.
+    """Return ``rule``, with an algorithm replaced if another algorithm was clearly faster.
 
     A measurement applies to all sizes that are nearest to its size by ratio, and the last one to
     all larger sizes. A size at which the algorithm of ``rule`` was not measured keeps this
@@ -193,8 +193,8 @@ def faster(measured: Mapping[str, Measurement], default: str, min_gain: float = 
     """Return the fastest algorithm that is clearly faster than ``default``, else ``default``.
 
     The median must be at least ``min_gain`` shorter, and each of several runs shorter than each
-    run of ``default``, so that other load on the machine does not determine the plan. The first
-    of equally fast algorithms is returned, and ``default`` if it was not measured.
+    run of ``default``, so that other load on the machine does not determine the plan. The function
+    returns the first of equally fast algorithms, and ``default`` if ``default`` was not measured.
     """
     if default not in measured:
         return default
@@ -285,7 +285,7 @@ def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
 def best_chunk(runs: Mapping[int, Sequence[float]]) -> int:
     """Return the fastest chunk size; ``runs`` has the seconds of each run by chunk size.
 
-    The first size is the default, which is returned unless another one is clearly faster.
+    The first size is the default, which is returned unless another size is clearly faster.
     """
     measured = {
         str(size): Measurement("chunks", CHUNKED_BYTES, str(size), tuple(seconds))
