@@ -180,7 +180,7 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> dict[str, Given]:
-    """Return the checked values, and the names, of all variables that are set, by field.
+    """Return the checked value and the name of each variable that is set, by field.
 
     If the variable of hpctrain is not set, the Horovod variable with the same meaning is read.
     Raises ``ConfigError``: a value is not valid; the message names the variable.

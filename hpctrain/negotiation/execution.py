@@ -210,8 +210,8 @@ class Executor:
         """Execute the requests of ``handles`` and store each result, or error, in its handle.
 
         Collective: the requests of all ranks have the same signatures, in the same order. If an
-        operation fails, all operations of the same message fail; later ones are executed, unless
-        a rank was lost.
+        operation fails, all operations of the same message fail; later operations are executed,
+        unless a rank was lost.
 
         Args:
             handles: the operations.

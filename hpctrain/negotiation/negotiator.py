@@ -271,7 +271,7 @@ class Negotiator:
         self._batches.append(batch)
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
-        """Apply a decision: remove the decided operations, and assign numbers to new ones."""
+        """Apply a decision: remove the decided operations and assign numbers to new names."""
         known, numbers = self.cache.entries, self.cache.numbers
         entries = [known[item] if isinstance(item, int) else item for item in items]
         names = [entry.name for entry in entries]

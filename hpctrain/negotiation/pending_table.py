@@ -122,7 +122,8 @@ class PendingTable:
     def add_name(self, source: int, name: str, parts: list[Part]) -> None:
         """Record that ``source`` has announced an operation that has no number.
 
-        An operation whose signature differs from that of its number counts as one without number.
+        An operation counts as one without number if its signature differs from the signature of
+        the number.
         """
         self._parts.setdefault(name, {})[source] = parts
         self._touched[name] = None

@@ -255,7 +255,7 @@ class ProgressEngine:
     def _poll_prepared(self) -> bool:
         """Execute the prepared operation if it is committed; announce it if it is aborted.
 
-        Returns True if it was executed.
+        Returns True if the operation was executed.
         """
         if self.fast_path is None or self._prepared is None:
             return False

@@ -190,7 +190,7 @@ class Handle:
         driver: executes operations while a caller waits; None if the creator completes the
             handle.
         request: the operation.
-        name: name of the operation; by default that of the request.
+        name: name of the operation; by default the name of the request.
         take: converts the result to the return value of ``wait``.
     """
 

@@ -129,7 +129,8 @@ def _difference(
 ) -> tuple[str, bool]:
     """Return a message on differing states, and whether they are an error. Collective.
 
-    The message is empty if no states differ. A difference is an error if it is one on any rank.
+    The message is empty if no states differ. Differences are an error if ``is_strict`` is true on
+    any rank.
 
     The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
     missing on some rank is skipped. Costs one small message per rank if all states are equal.

@@ -27,7 +27,7 @@ class ProcessSet:
             communicator of ranks of the world that contains the calling rank.
 
     Raises:
-        ConfigError: the argument is neither.
+        ConfigError: the argument is neither a list of ranks nor a communicator.
     """
 
     def __init__(self, ranks_or_comm: "Iterable[int] | MpiComm") -> None:

@@ -45,7 +45,7 @@ class Rebuild:
 
         Args:
             stage: stage of rebuilding; objects of one stage in the order of registration.
-            renew: rebuilds the object; None if it does not depend on the ranks.
+            renew: rebuilds the object; None if the object does not depend on the ranks.
             close: closes the object; None if no action is needed.
             move: rebuilds the object in a world of other ranks, where it registers again; None if
                 the object ends with this world.

@@ -43,7 +43,7 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def _limit_of(timeout: timedelta) -> Limit:
-    """Return the limit of waits of a group; with torch's default, at most that of the world."""
+    """Return the longest wait of a group; with torch's default, at most the limit of the world."""
     if timeout != dist.default_pg_timeout:
         return Limit(timeout.total_seconds(), "timeout")
     settings = world.current().settings if world.is_initialized() else Settings.from_env()
