@@ -94,7 +94,7 @@ Such a process is a batch script, or the shell of ``salloc``. Flux removes its v
 """
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Entries of ``JOBS`` that count tasks; the others count slots, which may be cores of one task."""
+"""Entries of ``JOBS`` that count tasks; other entries count slots, perhaps cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 

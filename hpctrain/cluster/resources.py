@@ -210,7 +210,7 @@ def _group(
 
 
 CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
-"""InfiniBand, RoCE and Omni-Path register in the first, Slingshot in the second."""
+"""The first folder lists adapters of InfiniBand, RoCE and Omni-Path, the second of Slingshot."""
 
 
 def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:

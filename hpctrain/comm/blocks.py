@@ -18,7 +18,8 @@ from hpctrain.comm.survivors import use
 from hpctrain.core.errors import RankLostError
 
 NEAR_SIZE = 64
-"""Up to this many ranks, a rank reports to all others; in larger worlds to distances of 2^k."""
+"""Up to this many ranks, a rank reports to all ranks. In larger worlds, a rank reports to ranks at
+distances of 2^k."""
 MAX_BYTES = 1000
 LEFT, BROKE_OFF, AT_END, FAILED, CALL = 1, 2, 3, 4, 5  # tags of the reports
 

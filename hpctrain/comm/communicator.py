@@ -238,7 +238,7 @@ class Communicator(Protocol):
         """
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
-        """Create a communicator of some of the ranks. All ranks of this communicator call it.
+        """Create a communicator of some ranks. All ranks of this communicator call the method.
 
         Args:
             ranks: ranks of this communicator, each at most once, the same list on every rank.

@@ -17,7 +17,7 @@ from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
 
 GRACE_S = 1.0
-"""How long a rank that leaves waits for the others before it reports that it has left."""
+"""How long a rank that leaves waits for other ranks before it reports that it has left."""
 
 CLOSE_S = 30.0
 """Longest wait for another rank after all ranks have reached the end of the program."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.watched_calls import WatchedCalls
 
 _HEAD_START_S = 1.0
-"""Time for rank 0, whose process may start later than others, to print the problem."""
+"""Time for rank 0, whose process may start later than other ranks, to print the problem."""
 
 
 def doubt() -> None:

@@ -20,8 +20,8 @@ PART = ".part"  # suffix of a file that is being written; a leftover may be remo
 def publishing(path: Path, name: str = "") -> Iterator[Path]:
     """Yield a temporary path; after the block, rename it to ``path`` atomically.
 
-    The temporary file has the name ``name``, by default the name of ``path``, with the suffix
-    ``PART``. Concurrent writers need different names.
+    The name of the temporary file is ``name`` and the suffix ``PART``; by default, ``name`` is the
+    name of ``path``. Concurrent writers need different names.
 
     If the block succeeds, ``path`` is the new file, on disk. If the block raises, ``path`` is
     unchanged and the temporary file is removed. If the process is killed, ``path`` is either the

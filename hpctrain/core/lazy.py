@@ -58,7 +58,7 @@ def exports(
 
 @contextmanager
 def postponed(package: str, but: str) -> Iterator[None]:
-    """Delay the loading of modules that the block imports until an attribute is read.
+    """Delay the loading of modules that the block imports until their attributes are read.
 
     This applies to the modules of ``package``, except the modules of its sub-package ``but``.
     ``from PACKAGE import MODULE`` reads no attribute; ``from MODULE import NAME`` reads one and

@@ -65,7 +65,7 @@ class Controller:
         self._driver = EngineDriver(self._progress, cycle_s, timeout_s)
         self._stalls, self._is_open = stalls, True
         self._refusal: HorovodInternalError | None = None
-        """Error that new operations raise on this rank; other ranks may still accept some."""
+        """Error that new operations raise on this rank; other ranks may accept operations."""
         self._repeated: dict[str, Repeated] = {}
         self._owner = Owner()
 

@@ -76,7 +76,8 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""The number of its messages does not depend on the size, which a node that refuses lacks."""
+"""Schedule of votes. The number of messages does not depend on the size of the tensor, which a
+node that refuses does not know."""
 _REFUSED = -1
 _CALL = b""  # sent by a node that receives before it sends
 _NUMBER_BYTES = 8

@@ -68,7 +68,7 @@ class ProgressEngine:
         """Operation that waits for rank 0 to commit or abort it."""
         self._aborted: Handle | None = None  # last aborted operation: uses control messages
         self.closing: Handle | None = None
-        """Operation after which this rank announces no other."""
+        """Operation after which this rank announces no further operation."""
         self._is_closed = False  # whether other ranks closed the set after this rank joined
         self._executing: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls

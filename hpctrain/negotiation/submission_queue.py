@@ -10,8 +10,8 @@ from hpctrain.negotiation.request import Handle, Kind
 JOIN = "<join>"  # name of handles that wait until all ranks have joined
 CLOSE = "<close>"  # name of the final operation
 NUM_UNNAMED = 1024
-"""Operations without a name get numbers modulo this one, so that the names repeat and are cached.
-A later operation of the same number is held until the earlier one is complete."""
+"""Operations without a name get numbers modulo this value, so that the names repeat and are
+cached. A later operation of the same number is held until the earlier one is complete."""
 
 
 class SubmissionQueue:

@@ -107,7 +107,7 @@ class Registered:
         """This rank's number in the set; None outside of the set."""
         self.is_open = True
         self.inside: Communicator | None = None
-        """Communicator for buckets in the thread of the caller; None outside of the set."""
+        """Communicator for buckets without a thread; None outside of the set."""
         self.comm: Communicator | None = None  # the same in the thread of the plan, if any
         self.controller: Controller | None = None
         """Executes named operations; None outside of the set."""

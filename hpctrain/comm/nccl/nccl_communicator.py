@@ -313,7 +313,7 @@ def _offer(device: Device, sign: Sign) -> Offer:
 
 @contextmanager
 def _refusals() -> Iterator[list[str]]:
-    """Catch a ``CommError`` in the block, and store its text in the yielded list, for sending."""
+    """Catch a ``CommError`` in the block, and store its text in the yielded list."""
     found: list[str] = []
     try:
         yield found

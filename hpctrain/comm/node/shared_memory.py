@@ -359,7 +359,7 @@ def combine_to(
 
 
 def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
-    """Copy ``total`` to the chunks of all ranks, except where it is already stored."""
+    """Copy ``total`` to the chunks of all ranks, except to a chunk in the memory of ``total``."""
     for part in parts:
         stored = combination.view(part)
         if stored.data_ptr() != total.data_ptr():

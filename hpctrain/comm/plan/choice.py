@@ -21,7 +21,7 @@ DIRECT_BYTES = 64 * KIB
 other than itself and one peer."""
 OVERSUBSCRIBED_BYTES = 256 * KIB
 """If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
-the work of the others and slices are less work in total."""
+the work of other ranks and slices are less work in total."""
 SIZES: dict[str, tuple[int, ...]] = {
     "tensors": (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB),
     "rail": (4 * KIB, 64 * KIB, MIB),
@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 """Sizes in bytes that are measured, per table of the plan."""
 
 GAIN = 0.15
-"""Smallest relative gain for which an algorithm replaces that of the rule; the rest is noise."""
+"""Smallest relative gain for which an algorithm replaces the rule's; smaller gains are noise."""
 
 SMALL_BYTES = 16 * KIB
 """Below this size tensors between nodes use ``levels``, and rails the algorithm of the rule. MPI
@@ -210,8 +210,8 @@ def faster(measured: Mapping[str, Measurement], default: str, min_gain: float = 
 
 
 BATCHING_SIZES = (KIB, 256 * KIB)
-"""Sizes in bytes to measure: one dominated by latency, and one that exceeds the buffers of links
-and takes about 10 ms on a slow link."""
+"""Sizes in bytes to measure: a size dominated by latency, and a size that exceeds the buffers of
+links and takes about 10 ms on a slow link."""
 LATENCY_SHARE = 1 / 128  # latency as a fraction of the time of the largest fused message
 _FUSION_BYTES = (64 * KIB, 64 * MIB)
 _LATENCY_S = (2e-6, 8e-3)

@@ -192,7 +192,7 @@ def _shortest(
 def _chunk_bytes(
     comm: HierarchicalCommunicator, plan: Plan, stopwatch: "Stopwatch", times: Mapping[int, float]
 ) -> int:
-    """Measure the chunk sizes alternately; return the fastest, 0 for no chunks. Collective."""
+    """Measure the chunk sizes alternately; return the best size, 0 for no chunks. Collective."""
     sizes = chunk_sizes(times)
     if len(sizes) < 2:
         return sum(sizes)

@@ -161,7 +161,7 @@ def _arrivals(part: _Part, pieces: Sequence[Tensor]) -> Iterator[Arrival]:
 
 
 DOUBLING_BYTES = 32 * KIB
-"""Below this, sending everything in log2(N) rounds beats sending less in twice as many."""
+"""Below this size, log2(N) rounds of whole tensors are faster than twice as many of parts."""
 
 
 def allreduce_by_messages_(wire: Wire, tensor: Tensor, combination: Combination) -> None:
