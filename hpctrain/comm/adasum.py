@@ -214,5 +214,5 @@ def _partner(folded: Fold, distance: int) -> _Partner:
 
 
 def _factor(product: float, norm: float, weight: float) -> float:
-    """Return the factor of a vector in the adaptive sum; ``norm`` is its squared norm."""
+    """Return the factor of a vector in the adaptive sum; ``norm`` is the vector's squared norm."""
     return 1.0 - weight * product / norm if norm >= _SMALLEST else 1.0

@@ -67,7 +67,7 @@ def on_root(
 def raise_if_any(
     refusals: Sequence[str | None], error: type[HpctrainError] = MismatchError
 ) -> None:
-    """Raise ``error`` if ``refusals``, a message or None per rank, contain a message."""
+    """Raise ``error`` if ``refusals``, with one entry per rank, contain a message."""
     if any(message is not None for message in refusals):
         raise error(merge_messages(refusals))
 

@@ -133,7 +133,7 @@ class Blocks:
     def at_end(self, number: int) -> Iterator[None]:
         """Mark inside this context that this rank waits at the end of a block.
 
-        If the wait is long, ``check`` reports it to the other ranks.
+        If the wait is long, ``check`` reports the wait to the other ranks.
 
         All ranks may continue a block after its end, and end the block again after more steps.
         """

@@ -64,7 +64,7 @@ class Device:
         tensor.record_stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
-        """Pin ``host``, so that copies to and from it are asynchronous, until ``owner`` is freed.
+        """Pin ``host`` until ``owner`` is freed, so that copies of ``host`` are asynchronous.
 
         If pinning is not possible, copies block the host.
 

@@ -32,8 +32,9 @@ class Liveness:
     """Detects ranks that died or left, without a thread.
 
     The ranks of a node check each other's processes, and so detect a rank that died. A rank that
-    leaves the program early reports this to the other ranks. Waiting loops call ``check()``
-    repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
+    leaves the program early reports this to the other ranks. Waiting loops
+    repeatedly call ``check()``, which raises in both cases. Ranks send no messages while no rank
+    is late.
 
     Args:
         control: duplicate of the world on which only this class sends; freed by ``wait_for_end``.

@@ -148,7 +148,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather the shapes, then small tensors by MPI and large ones by messages."""
+        """Gather the shapes, then small tensors by MPI and large tensors by messages."""
         check_tensor(tensor)
         self.meet(f"all_gather of {name_of(tensor.dtype)}")
         shapes: list[torch.Size] = self._calls.allgather(tensor.shape)

@@ -70,7 +70,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip gradients to ``max_norm``; return the norm before clipping, by ``total_norm``.
+    """Clip gradients to ``max_norm``; return ``total_norm`` of the gradients before clipping.
 
     Replaces ``torch.nn.utils.clip_grad_norm_``.
     """

@@ -55,7 +55,7 @@ class RequestThread:
     Ranks of this node ring the doorbell of the process, a semaphore, for each request. MPI wakes
     no thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
     since the last request and at most 0.5 s. Idle services are polled together. The thread ends
-    with the last service.
+    when the last service is removed.
     """
 
     fence: Fence = None

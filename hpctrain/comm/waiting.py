@@ -139,7 +139,7 @@ class Notices(Protocol):
         """
 
     def failure(self, number: int) -> "tuple[int, str] | None":
-        """Return the world rank on which a communicator has failed, and the reason; else None."""
+        """Return the world rank on which a communicator has failed, and the reason, or None."""
 
     def exchange_calls(
         self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
@@ -159,7 +159,7 @@ class Notices(Protocol):
 
 
 class Limit:
-    """Limit of the duration of waits; another thread may change it, or end all waits.
+    """Limit of the duration of waits; another thread may change the limit, or end all waits.
 
     Args:
         timeout_s: longest wait.
@@ -183,10 +183,10 @@ class Limit:
 
 
 class Watch:
-    """Performs the waits of one communicator, and raises if they cannot end.
+    """Performs the waits of one communicator, and raises if a wait cannot end.
 
     The watch detects lost ranks, failures of the communicator, different calls and timeouts. All
-    ranks are ranks in the world. All waiting loops of a communicator share one watch.
+    rank numbers are world ranks. All waiting loops of a communicator share one watch.
 
     Args:
         find_lost: raises ``RankLostError`` if a rank is lost.
@@ -322,7 +322,7 @@ class Watch:
             self._notices.report_failure(self.number, self._ranks, reason)
 
     def free(self, comm: "MPI.Intracomm") -> None:
-        """Free an MPI communicator unless this communicator has failed; every rank calls this.
+        """Free an MPI communicator unless this communicator has failed. Every rank must call it.
 
         After a failure a message may arrive late. MPI reuses the context of a freed communicator,
         and the new communicator would receive the message.
@@ -368,7 +368,7 @@ class Watch:
         """Raise ``CommError`` if the communicator has failed on any rank. Not collective.
 
         Must be called after messages were received: a failed rank may have changed buffers while
-        they were sent.
+        the buffers were sent.
         """
         if self._notices is not None and self.number is not None:
             found = self._notices.failure(self.number)

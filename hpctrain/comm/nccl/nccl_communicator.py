@@ -140,7 +140,7 @@ class NcclCommunicator:
         self._last, self._is_queueing = event, False
 
     def break_off(self, reason: str) -> None:
-        """Abort queued operations and reject later ones. Not collective. Results are undefined."""
+        """Abort queued operations, with undefined results; reject later calls. Not collective."""
         with self._lock:
             if self._failure:
                 return
@@ -195,7 +195,7 @@ class NcclCommunicator:
         return not self._is_queueing and (self._last is None or self._last.query())
 
     def _settle(self, what: str) -> None:
-        """Wait until NCCL has processed the last call; ``what`` is its purpose, for messages."""
+        """Wait until NCCL has processed the last call; ``what`` is the purpose, for messages."""
         code = nccl.IN_PROGRESS
 
         def is_settled() -> bool:

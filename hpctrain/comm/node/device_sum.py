@@ -37,7 +37,7 @@ def _sum_slices(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917 - Trit
     align: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Sum one block of the slice over all ranks, and write the sum to all."""
+    """Sum one block of the slice over all ranks, and write the sum to all ranks."""
     first = tl.program_id(0).to(tl.int64) * block
     places = first + tl.arange(0, block)
     if first + block <= numel:  # loads without a mask have full width

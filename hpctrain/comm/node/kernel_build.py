@@ -75,7 +75,7 @@ class BuildKernel(build_py):  # type: ignore[misc]
 
 
 class TaggedWheel(bdist_wheel):  # type: ignore[misc]
-    """Tags the wheel for every Python version and, if it has the kernel, for one platform."""
+    """Tags the wheel for every Python version and, if built with the kernel, for one platform."""
 
     def finalize_options(self) -> None:
         """Declare that the wheel has compiled code, so that it is installed per platform."""

@@ -22,7 +22,7 @@ class NodeBarrier:
 
     In round k rank r posts the semaphore of rank r + 2^k and waits for the post of rank r - 2^k,
     modulo n, so each rank posts ceil(log2 n) times. A semaphore counts posts, so a post of the
-    next barrier is not lost. All ranks must have created the barrier before one waits.
+    next barrier is not lost. All ranks must have created the barrier before any rank waits.
 
     Args:
         segments: zeroed memory of each rank, by rank.

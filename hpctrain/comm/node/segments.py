@@ -125,7 +125,7 @@ class Region:
         self._kept = None
 
     def show_kept(self) -> None:
-        """Replace ``private`` by the copy, at the same address. Called in a forked child."""
+        """Replace ``private`` by the kept copy, at the same address. Called in a forked child."""
         if self._kept is not None and self._end is not None:
             self._end.detach()  # the address is unmapped by the move
             kept, private = map(ctypes.addressof, (self._kept, self.private))
@@ -212,7 +212,7 @@ class Semaphore:
         _POST(self._address)
 
     def try_wait(self) -> bool:
-        """Decrement the counter if it is positive; return whether it was."""
+        """Decrement the counter if it is positive; return True if it was positive."""
         return bool(_TRY_WAIT(self._address) == 0)
 
     def wait(self, timeout_s: float) -> bool:

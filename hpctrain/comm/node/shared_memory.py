@@ -208,7 +208,7 @@ class SharedMemory:
         return error
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
-        """Call ``reduce``; return whether all sums that it writes to buckets are finite.
+        """Call ``reduce``; return whether all sums that ``reduce`` writes to buckets are finite.
 
         The result is the same on all ranks of the node: each rank checks its slice while the slice
         is in the cache, and the barrier that ends a reduction publishes the result.
@@ -270,7 +270,7 @@ class SharedMemory:
         return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
     def _agreed(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make``; if it fails on a rank, raise on all ranks of the node."""
+        """Return the result of ``make``; if a call fails, raise on all ranks of the node."""
         refusal, made = None, None
         try:
             made = make()
@@ -293,7 +293,7 @@ class SharedMemory:
         self._watch.free(self._node)
 
     def require_usable(self) -> None:
-        """Raise ``CommError`` if closed or failed on a rank. Not collective."""
+        """Raise ``CommError`` after ``close``, or after a failure on a rank. Not collective."""
         if self._is_closed:
             raise CommError(
                 "a communicator must be open when it is used, but this one was closed, for "

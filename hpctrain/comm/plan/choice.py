@@ -174,9 +174,9 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
 def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int]) -> SizeTable:
     """Return ``rule``, with an algorithm replaced if another algorithm was clearly faster.
 
-    A measurement applies to all sizes that are nearest to its size by ratio, and the last one to
-    all larger sizes. A size at which the algorithm of ``rule`` was not measured keeps this
-    algorithm.
+    A measurement applies to all sizes that are nearest to its size by ratio. The last
+    measurement applies to all larger sizes. A size at which the algorithm of ``rule`` was not
+    measured keeps this algorithm.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []

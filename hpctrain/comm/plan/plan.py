@@ -262,7 +262,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Extrapolate durations by size linearly to ``num_bytes``; return 0 without durations."""
+    """Return the duration for ``num_bytes``, extrapolated from ``times``; 0 without times."""
     sizes = sorted(times)
     if not sizes:
         return 0.0

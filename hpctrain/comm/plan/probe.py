@@ -55,7 +55,7 @@ def measure_horovod(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster. Collective.
+    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster sum. Collective.
 
     Args:
         comm: the communicator to measure.
@@ -87,7 +87,7 @@ def measure(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure the algorithms; make ``comm`` use the refined plan, and return it. Collective.
+    """Measure the algorithms; make ``comm`` use the refined plan; return this plan. Collective.
 
     The measurement also opens the connections between ranks, which makes the first step faster.
     Sizes that do not fit into the budget keep the algorithm of the rule.

@@ -60,7 +60,7 @@ OLDER_NAMES = {
 
 
 def on_cpu(method: Method) -> Method:
-    """Decorate a method so that tensors on other devices go to the backend of their device."""
+    """Decorate a method: calls with tensors on other devices go to the backend of the device."""
 
     @functools.wraps(method)
     def call(self: "OrderedGroup", given: Any, *args: Any, **options: Any) -> Any:
@@ -307,7 +307,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
     supports_splitting = supports_coalescing = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: FSDP2 allocates its own buffers."""
+        """Return False, so that FSDP2 allocates its own buffers."""
         del device
         return False
 

@@ -280,7 +280,7 @@ class OperationQueue:
 
 
 class Message(Base):  # type: ignore[misc]
-    """A message in flight; the thread that waits for it, or tests it, completes it.
+    """A message in flight, which a thread completes when it waits for or tests the message.
 
     Args:
         wire: the wire of the message.

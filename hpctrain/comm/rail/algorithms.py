@@ -186,7 +186,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from rank r.
 
-    Collective. Tensors are flat and contiguous; several outgoing ones may be the same tensor.
+    Collective. Tensors are flat and contiguous; several ``outgoing`` tensors may be the same.
     """
     incoming[wire.rank].copy_(outgoing[wire.rank])
     for step in range(1, wire.size):

@@ -145,7 +145,7 @@ class MpiWire(Wire):
         self._watch.wait(done, pace, partner=partner, over=self._name)
 
     def withdraw_receives(self) -> None:
-        """Cancel all receives, so that the caller can use their memory after an error."""
+        """Cancel all receives, so that the caller can use their tensors after an error."""
         for request in requests.pending(self._comm):
             with suppress(MPI.Exception):  # complete, with an error
                 request.cancel()
