@@ -269,12 +269,12 @@ def slurm(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def slurm_number(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return a number from a variable of Slurm: 4 for ``4,2``; None if it is not set."""
+    """Return a number from a variable of Slurm: 4 for ``4,2``; None for an unset variable."""
     return number(slurm(name, environ))
 
 
 def number(text: str) -> int | None:
-    """Parse a positive number, or the first one of a list; None for any other text."""
+    """Parse a positive number, or the first number of a list; None for any other text."""
     first = text.partition(",")[0]
     return int(first) if first.isdigit() and int(first) > 0 else None
 
@@ -352,7 +352,7 @@ def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> N
 
 @contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables inside this context; None removes one."""
+    """Set variables inside this context; a value of None removes the variable."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:

@@ -215,7 +215,7 @@ def copy_error() -> str:
 
 
 def missing_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a value for ``HOME`` if it is not set: Open MPI does not start without ``HOME``."""
+    """Return a value for an unset variable ``HOME``: Open MPI does not start without ``HOME``."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if it is unknown
     return {} if "HOME" in environ else {"HOME": home if home != "~" else "/"}
 

@@ -74,7 +74,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Replace ``tensor`` by the tensor of ``root_rank``, and return it. Collective.
+    """Replace ``tensor`` by the tensor of ``root_rank``; return ``tensor``. Collective.
 
     As ``broadcast``, but not differentiable.
     """

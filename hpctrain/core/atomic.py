@@ -18,7 +18,7 @@ PART = ".part"  # suffix of a file that is being written; a leftover may be remo
 
 @contextmanager
 def publishing(path: Path, name: str = "") -> Iterator[Path]:
-    """Yield a temporary path; after the block, rename it to ``path`` atomically.
+    """Yield a temporary path; after the block, rename this file to ``path`` atomically.
 
     The name of the temporary file is ``name`` and the suffix ``PART``; by default, ``name`` is the
     name of ``path``. Concurrent writers need different names.

@@ -113,7 +113,7 @@ def check_arguments(
 def file_of(target: str) -> tuple[Path, ...]:
     """Return the file of the module of ``target``; empty if the module has no file.
 
-    ``resolve`` has imported the module.
+    The caller must have imported the module by ``resolve``.
     """
     file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
     return (Path(file),) if file else ()

@@ -170,7 +170,7 @@ def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``GradScaler`` leave unscaling, and the skipping of steps, to ``optimizer.step()``."""
+    """Make ``optimizer.step()``, instead of ``GradScaler``, unscale gradients and skip steps."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """Accepts requests from any thread, and executes each once all ranks have submitted it.
+    """Accepts requests from any thread; executes a request when all ranks have submitted it.
 
     A caller that waits for an operation drives the ``ProgressEngine``. Without such a caller,
-    the thread of the ``EngineDriver`` drives it. The constructor is collective over ``comm``: it
-    creates mailboxes.
+    the thread of the ``EngineDriver`` drives the engine. The constructor is collective over
+    ``comm``: it creates mailboxes.
 
     Args:
         comm: the ranks. No other code may use this communicator; ``close`` closes it.
@@ -121,8 +121,8 @@ class Controller:
         """Execute a reduction that was passed to ``repeat``, without a handle.
 
         Returns False, without an effect, if other operations of this rank are in flight, if the
-        signature differs, or if the compiled kernel does not support the tensor. Raises as
-        ``Handle.wait``.
+        signature differs, or if the compiled kernel does not support the tensor. Raises the
+        errors of ``Handle.wait``.
         """
         repeated = self._repeated.get(name)
         if (

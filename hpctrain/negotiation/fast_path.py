@@ -387,7 +387,7 @@ class FastPath:
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, signature: Signature) -> Known | None:
-        """Return the repeated operation of this name and signature; None if it has no number."""
+        """Return the repeated operation of this name and signature; None if none has a number."""
         known = self._known.get(name)
         if (
             known is not None

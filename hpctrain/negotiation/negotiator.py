@@ -140,7 +140,7 @@ class Negotiator:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank waits for a decision, has one to execute, or has joined."""
+        """Whether this rank waits for a decision, has a decision to execute, or has joined."""
         return bool(self._announced or self._batches) or self._pending.joined[OWN]
 
     # -- messages ---------------------------------------------------------------------------

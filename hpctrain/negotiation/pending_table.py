@@ -61,7 +61,7 @@ class ResponseCache:
         return found
 
     def put(self, name: str, signature: Signature) -> None:
-        """Assign a number to a name; if the name has one, replace the signature of the number."""
+        """Assign a number to a name; if the name has a number, replace the number's signature."""
         self._batches.clear()
         self._last = None
         slot = self.numbers.get(name)

@@ -80,7 +80,7 @@ class ProgressEngine:
         return bool(queue.in_flight or queue.joining or queue.submitted or self.questions)
 
     def advance(self) -> bool:
-        """Process control messages and execute decided operations, until there are none.
+        """Process all control messages and execute all decided operations.
 
         Returns:
             True if an operation has completed or failed.
@@ -253,7 +253,7 @@ class ProgressEngine:
         return True
 
     def _poll_prepared(self) -> bool:
-        """Execute the prepared operation if it is committed; announce it if it is aborted.
+        """Execute the prepared operation after a commit; announce the operation after an abort.
 
         Returns True if the operation was executed.
         """

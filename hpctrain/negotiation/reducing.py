@@ -74,7 +74,7 @@ def recipe(
 
 
 def recipe_of(signature: Signature, size: int, dtype: torch.dtype | None = None) -> Recipe:
-    """Return the recipe of an operation for ``dtype``, by default its first dtype."""
+    """Return the recipe of an operation for ``dtype``; default: the signature's first dtype."""
     _, dtypes, _, op, prescale, postscale, _, _ = signature
     assert op is not None
     return recipe(dtype or dtypes[0], op, prescale, postscale, size)

@@ -291,7 +291,7 @@ class Repeated:
         self._postscale = signature.postscale
 
     def fits(self, tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> bool:
-        """Return True if a reduction with these arguments has this signature."""
+        """Return True if a reduction with these arguments has the stored signature."""
         return (
             isinstance(tensor, Tensor)  # type: ignore[redundant-expr]
             and tensor.dtype is self._dtype

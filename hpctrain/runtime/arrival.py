@@ -27,7 +27,7 @@ def configure_torch(found: Connection) -> None:
 
 
 def update_torchrun_variables(here: Topology) -> None:
-    """Update the environment variables of torchrun, if they are set, to this world.
+    """Set the variables of torchrun to the ranks of this world, if torchrun set these variables.
 
     The world may be smaller than the launch, because spares wait and ranks may be lost.
     """

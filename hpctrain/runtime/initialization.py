@@ -245,7 +245,7 @@ def _make(
 
 
 def _begin(made: World, found: Connection) -> None:
-    """Start logs, records and the timeline of a world, and register its shutdown at exit."""
+    """Start logs, records and the timeline of a world; register the shutdown of the world."""
     settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)

@@ -162,7 +162,7 @@ def _difference(
 
 
 def _differing(of_ranks: Sequence[Left | None]) -> dict[str, str]:
-    """Return the differing values of one optimizer by name, with the ranks."""
+    """Return the differing values of one optimizer by name, with the ranks of each value."""
     having = {rank: left for rank, left in enumerate(of_ranks) if left is not None}
     members, _ = next(iter(having.values()))
     if set(having) != set(members):

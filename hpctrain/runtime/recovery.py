@@ -154,7 +154,7 @@ def _is_of_loss(error: BaseException) -> bool:
 
 
 def _have_all_succeeded(*, has_succeeded: bool) -> bool:
-    """Return True if no rank has failed or is lost; the same on all survivors. Collective.
+    """Return True on all survivors if no rank has failed or is lost. Collective.
 
     If this rank has failed, ranks that wait in this world raise an error. All ranks end with exit
     code 87 after ``HPCTRAIN_TIMEOUT`` seconds: MPI does not detect ranks that are stopped, or that
@@ -208,7 +208,7 @@ def _shrink(
 
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """End all ranks with exit code 87 if the block takes longer, as MPI has no time limit."""
+    """End all ranks with exit code 87 if the block takes longer than ``limit_s``."""
     hooks, presence = world.current().attachments.hooks, world.current().presence
     assert hooks is not None
     assert presence is not None
