@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @contextmanager
 def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> Iterator[None]:
-    """Raise on all ranks at the end of the block if any rank has raised in it.
+    """Raise on all ranks at the end of the block if any rank has raised in the block.
 
     The end of the block is collective. Collectives in the block must raise on all ranks or on
     none. A rank re-raises its own error if the error is no ``HpctrainError``, or is an ``error``

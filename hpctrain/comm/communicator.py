@@ -205,7 +205,7 @@ class Communicator(Protocol):
         """
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Send the picklable ``value`` of rank ``root`` to every rank, and return it."""
+        """Send the picklable ``value`` of rank ``root`` to every rank, and return this value."""
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Return the values of all ranks, by rank, on rank ``root``; None on other ranks."""

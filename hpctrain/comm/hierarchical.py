@@ -85,7 +85,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self.node.ranks_of(self._comm)
 
     def use(self, plan: Plan) -> None:
-        """Replace the plan by ``plan``, which must have the same number of rails.
+        """Replace the current plan by ``plan``, which must have the same number of rails.
 
         All ranks must call this method between the same two operations.
         """

@@ -327,7 +327,7 @@ class MpiCommunicator(Communicator):
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` was not yet called."""
+        """Whether ``close`` has not been called yet."""
         return self._comm != MPI.COMM_NULL
 
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:

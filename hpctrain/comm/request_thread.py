@@ -88,7 +88,7 @@ class RequestThread:
         comm.barrier()  # no rank rings a doorbell before it is initialised
 
     def add(self, service: Service) -> None:
-        """Add a service to poll; start the thread for the first one."""
+        """Add a service to poll; start the thread for the first service."""
         with self._lock:
             self._services[service] = _Schedule(time.perf_counter())
             self._wake()

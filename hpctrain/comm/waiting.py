@@ -104,7 +104,7 @@ def wait_request(
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Wait for ``request`` as ``Watch.wait`` does; ``status`` receives its MPI status."""
+    """Wait for ``request`` as ``Watch.wait`` does; ``status`` receives the MPI status."""
     if not request.Test(status):
         watch.wait(partial(request.Test, status), partner=partner, over=over)
 

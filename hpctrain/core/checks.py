@@ -166,7 +166,7 @@ def type_name(hint: Any) -> str:
 
 @functools.cache
 def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
-    """Return the types that a hint allows, each with a valid text, bounds, or None for any."""
+    """Return the types that a hint allows, each with a valid text, its bounds, or None."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return tuple(found for each in args for found in alternatives(each))

@@ -100,7 +100,7 @@ class Controller:
         *,
         is_awaited: bool = False,
     ) -> Handle | None:
-        """Start a reduction that was passed to ``repeat``; return None if its signature differs.
+        """Start a reduction that was passed to ``repeat``; return None if the signature differs.
 
         ``name`` is the name that was passed to ``repeat``; ``submit`` documents the other
         arguments.

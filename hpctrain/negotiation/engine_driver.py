@@ -103,7 +103,7 @@ class EngineDriver:
 
     @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
-        """Wait until an operation is complete; drive the engine unless another thread does.
+        """Wait until an operation is complete; drive the engine unless another thread drives it.
 
         Args:
             handle: the operation.

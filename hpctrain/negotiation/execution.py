@@ -277,7 +277,7 @@ class Executor:
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
         """Reduce requests with the same operation and factors.
 
-        Requests have one dtype, except that a single request may have several.
+        Several requests must have the same dtype. A single request may have several dtypes.
         """
         results: list[Result] = [
             each.tensors if each.in_place else [_empty(tensor) for tensor in each.tensors]

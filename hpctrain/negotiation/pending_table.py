@@ -22,8 +22,8 @@ class ResponseCache:
 
     Only decisions change the cache, so the cache is the same on every rank after the same
     decisions. The name of a number never changes. The signature of a number changes only after
-    all ranks have announced the new one, so receivers interpret a message in flight as its sender
-    does.
+    all ranks have announced the new signature, so receivers interpret a message in flight as its
+    sender does.
 
     Args:
         num_slots: maximum number of names, at most 65536, the same on all ranks; later names get

@@ -305,7 +305,7 @@ class Repeated:
 
 
 class TensorHandle(Handle):
-    """Handle of a repeated operation, with little state, since there may be thousands."""
+    """Handle of a repeated operation, with little state, since thousands of handles may exist."""
 
     __slots__ = ("_made", "repeated", "tensor")
 

@@ -32,7 +32,7 @@ class SubmissionQueue:
         self._numbering = threading.RLock()
 
     def enter(self, handle: Handle) -> None:
-        """Add an operation; assign a name if it has none.
+        """Add an operation; assign a name to an operation without a name.
 
         Raises:
             DuplicateNameError: an operation of this user-defined name is in flight.

@@ -28,7 +28,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return False: ranks communicate through MPI and shared memory, without compiled code."""
+    """Return False: ranks communicate through MPI and shared memory, not through Gloo."""
     return False
 
 

@@ -133,7 +133,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
 def join(settings: Settings, chosen: object = None) -> None:
     """Join the world with complete settings. Collective.
 
-    A spare waits in this function until it replaces a lost rank, or exits.
+    A spare waits in this function until the spare replaces a lost rank, or exits.
     """
     if is_initialized():
         return

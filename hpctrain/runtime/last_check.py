@@ -101,7 +101,7 @@ def compare(
     check_weights: str,
     gather: "Gather",
 ) -> str:
-    """Return a message on states that differ between the ranks, if that is an error. Collective.
+    """Return a message on states that differ, if differences are an error. Collective.
 
     The states of a rank that handles an exception count as missing. If named operations have
     failed on some rank, they are shut down on all ranks.

@@ -157,7 +157,7 @@ global_process_set: ProcessSet = _GlobalProcessSet([])
 
 
 def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
-    """Register a process set, and return it. Collective: every rank of the world calls it.
+    """Register and return a process set. Collective over all ranks of the world.
 
     Sets can be added and removed at any time, without Horovod's HOROVOD_DYNAMIC_PROCESS_SETS.
 
@@ -179,7 +179,7 @@ def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set. Collective: every rank of the world calls it.
+    """Remove a process set. Collective over all ranks of the world.
 
     Operations that all ranks of the set have submitted complete first.
 

@@ -76,7 +76,7 @@ class Rebuild:
         self._left_behind = left
 
     def move(self) -> None:
-        """Move the objects of the previous world into this one. Collective.
+        """Move the objects of the previous world into this world. Collective.
 
         After an error, the remaining objects are kept for the next attempt or world.
         """

@@ -118,7 +118,7 @@ def ends_with_losses(remedy: str) -> Iterator[None]:
 
 
 def give_up(error: Exception) -> NoReturn:
-    """Raise an MPI error that reports a lost rank as ``RankLostError``, other errors unchanged.
+    """Raise ``RankLostError`` for an MPI error that reports a lost rank, or else ``error``.
 
     Not collective: the error names the ranks that this rank knows to be lost.
     """

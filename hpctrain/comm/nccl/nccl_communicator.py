@@ -152,7 +152,7 @@ class NcclCommunicator:
             self._library.abort(handle)
 
     def close(self) -> None:
-        """Wait for queued operations and free the communicator. Every rank must call it."""
+        """Wait for queued operations and free the communicator. Every rank must call ``close``."""
         if self._failure:
             return
         in_time = wait_until(self._is_done, _check_nothing, _PACE, timeout_s=END_S)
@@ -253,7 +253,7 @@ _made: WeakKeyDictionary[Communicator, dict[torch.device, NcclCommunicator]] = W
 
 
 def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
-    """Return the NCCL communicator of the ranks of ``comm``; create it once. Collective.
+    """Return the NCCL communicator over ``comm``; the first call creates it. Collective.
 
     Raises:
         CommError: on all ranks, if NCCL cannot be used.

@@ -110,7 +110,7 @@ class Region:
         _frozen.regions.add(self)
 
     def keep(self) -> None:
-        """Copy the contents of ``private`` unless the present copy is equal."""
+        """Copy the contents of ``private``, unless the kept copy is equal."""
         shown = _words(self.private)
         if self._kept is None or not np.array_equal(_words(self._kept), shown):
             self.forget_kept()
@@ -203,7 +203,7 @@ class Semaphore:
         return self._address.value or 0
 
     def initialise(self) -> None:
-        """Set the counter to zero. The owner calls this before other processes use it."""
+        """Set the counter to zero. The owner must do so before other processes use the counter."""
         if _INIT(self._address, 1, 0) != 0:
             raise NodeMemoryError("this system has no process-shared semaphores")
 

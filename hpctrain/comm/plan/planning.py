@@ -139,7 +139,7 @@ class PlanDecision:
 
 
 def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
-    """Read the plan in the file ``settings.plan``; return None if not set. Collective.
+    """Read the plan in the file ``settings.plan``; return None without a file. Collective.
 
     Raises:
         ConfigError: the file cannot be read; on every rank.
