@@ -2,7 +2,7 @@
 
 The launchers of MPI precede Slurm in the table: under ``mpirun`` in a Slurm job every rank
 inherits ``SLURM_PROCID=0`` and ``SLURM_LOCALID=0`` from the batch script. For the same reason, the
-variables of Slurm are used only inside a step. Launchers of ``torch.distributed`` are first,
+variables of Slurm are used only inside a job step. Launchers of ``torch.distributed`` are first,
 because srun may start one on each node.
 
 Sources: the manuals of the launchers, and the environments recorded in this file's test.
@@ -94,7 +94,7 @@ Such a process is a batch script, or the shell of ``salloc``. Flux removes its v
 """
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Entries of ``JOBS`` that count tasks; the others count slots, which may be cores of one task."""
+"""Entries of ``JOBS`` that count tasks; other entries count slots, perhaps cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
@@ -113,10 +113,7 @@ SCHEDULERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """Rank and size of this process, from the variables of its launcher.
-
-    Values of MPI take precedence.
-    """
+    """Rank and size of this process, from the variables of its launcher."""
 
     name: str  # name of the launcher, from the table
     rank: int  # rank in the world
@@ -175,9 +172,10 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def unstarted(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return the size of the job of a process that no launcher has started.
+    """Return the number of ranks of this job, for a process that no launcher has started.
 
-    None outside of a job, in a rank, and if the job sets no variable with its size.
+    Returns None outside of a job, in a process that a launcher has started, and if the job sets no
+    variable with the number.
     """
     if launched(environ):
         return None
@@ -271,12 +269,12 @@ def slurm(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def slurm_number(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return a number from a variable of Slurm: 4 for ``4,2``; None if it is not set."""
+    """Return a number from a variable of Slurm: 4 for ``4,2``; None for an unset variable."""
     return number(slurm(name, environ))
 
 
 def number(text: str) -> int | None:
-    """Parse a positive number, or the first one of a list; None for any other text."""
+    """Parse a positive number, or the first number of a list; None for any other text."""
     first = text.partition(",")[0]
     return int(first) if first.isdigit() and int(first) > 0 else None
 
@@ -309,7 +307,7 @@ def scratch_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def srun_passes_cores(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if srun passes the cores of a task to its ranks.
+    """Return True if srun passes the number of cores per task from the job to the ranks.
 
     srun 22.05 and newer do this only if a variable is set.
     """
@@ -345,7 +343,7 @@ def ranks_share_gpus(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None:
-    """Set the variables of torchrun to ranks and sizes of this process, if torchrun set them."""
+    """Set the variables of torchrun to new ranks and sizes, if torchrun set these variables."""
     if "WORLD_SIZE" in os.environ:
         place = rank, size, local_rank, local_size
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -354,7 +352,7 @@ def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> N
 
 @contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables inside this context; None removes one."""
+    """Set variables inside this context; a value of None removes the variable."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -405,7 +403,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _first(environ: Mapping[str, str], names: str) -> str | None:
-    """Return the first of the names that is set to a number."""
+    """Return the first variable in ``names`` that is set to a number; None if there is none."""
     return next((name for name in names.split() if environ.get(name, "").isdigit()), None)
 
 

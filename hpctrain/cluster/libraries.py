@@ -1,8 +1,9 @@
 """MPI libraries: the loaded library, and the process management interface that it needs.
 
 Ranks that srun starts find each other by a process management interface, such as PMIx. The option
-``srun --mpi=`` selects the interface, and the MPI library must support it. Otherwise some
-libraries abort with unclear messages, and others start every rank in a world of size one.
+``srun --mpi=`` selects the interface, and the MPI library must support it. Without
+support, some libraries abort with unclear messages, and other libraries start every rank in a
+world of size one.
 """
 
 import os
@@ -101,7 +102,7 @@ def starter() -> Path | None:
 def end_launch() -> None:
     """Send SIGTERM to the launcher of this process, which ends all ranks.
 
-    On other hosts than that of the launcher, its daemon receives the signal.
+    On a host where only a daemon of the launcher runs, the daemon receives the signal.
     """
     if found := _starter():
         os.kill(found[0], signal.SIGTERM)
@@ -136,7 +137,10 @@ def srun_type(library: Path) -> str:
 
 
 def owner(library: Path) -> Family:
-    """Return the family of a library; for the standard ABI, by other libraries in its folder."""
+    """Return the family of a library.
+
+    The family of a library of the standard ABI is that of the other MPI library in its folder.
+    """
     found = family(library)
     if found != "abi":
         return found
@@ -147,7 +151,7 @@ def owner(library: Path) -> Family:
 def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]:
     """Compare the interface of ``srun --mpi`` with the interface that an MPI library needs.
 
-    The needed interface is that of the usual build of the library. A site may have built its MPI
+    The function assumes the usual build of the library. A site may have built its MPI
     for another interface, so a difference is not an error.
 
     Returns:
@@ -211,7 +215,7 @@ def copy_error() -> str:
 
 
 def missing_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a value for ``HOME`` if it is not set: Open MPI does not start without ``HOME``."""
+    """Return a value for an unset variable ``HOME``: Open MPI does not start without ``HOME``."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if it is unknown
     return {} if "HOME" in environ else {"HOME": home if home != "~" else "/"}
 

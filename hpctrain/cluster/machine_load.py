@@ -18,7 +18,7 @@ _IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and wait for a di
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLoad:
-    """Load of this machine during a measurement: by the measured program, and by others."""
+    """Load of this machine during a measurement, by the measured and by other programs."""
 
     cores: int  # of the machine
     load: float  # load average of the last minute
@@ -32,7 +32,7 @@ class MachineLoad:
         return self.other_cores > BUSY * self.cores
 
     def without(self, ranks: Iterable["MachineLoad"]) -> "MachineLoad":
-        """Return this load without the cores that other ranks of the program used."""
+        """Return this load; the cores used by ``ranks`` are subtracted from ``other_cores``."""
         used = sum(each.own_cores for each in ranks)
         return replace(self, other_cores=max(self.other_cores - used, 0.0))
 

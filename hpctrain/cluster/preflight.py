@@ -77,8 +77,9 @@ def check_world(
 def check_job(job: Launched | None, library: Path | None, *, is_typed: bool = False) -> str | None:
     """Check that a process without a launcher is not in a job of several ranks.
 
-    Such a process would train alone. The check only returns a warning in an interactive process,
-    and in a job that counts slots, because slots may be the cores of one task.
+    Such a process would train alone. In an interactive process, the check only returns a
+    warning. The same applies to a job of a scheduler that counts slots, because slots may be the
+    cores of one task.
 
     Args:
         job: the job, from ``env.unstarted``; None outside of a job.

@@ -39,7 +39,7 @@ def is_interactive() -> bool:
 
 
 def is_child() -> bool:
-    """Return True if multiprocessing started this process, or a server that starts processes.
+    """Return True if multiprocessing started this process, also in its server processes.
 
     The result is also True while the process imports the main module of the program.
     """

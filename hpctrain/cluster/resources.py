@@ -62,9 +62,9 @@ def num_granted(
 ) -> int:
     """Return the number of cores of the job on this host; hardware threads do not count.
 
-    The number is that of a variable of Slurm, that of the affinity mask in a job of another
-    scheduler, and that of the container or the machine without a scheduler. The result is at most
-    the number of cores that exist, because virtual nodes may claim more.
+    In a job of Slurm, the number is read from a variable. In a job of another scheduler, the
+    function counts the affinity mask; outside of jobs, the cores of the container or the machine.
+    The result is at most the number of cores that exist, because virtual nodes may claim more.
     """
     files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
     sets = [
@@ -94,7 +94,7 @@ def _count(file: Path) -> int:
 
 
 def _words(folder: Path) -> list[str]:
-    """Return the CPU limit and its period in microseconds; fewer than two words if unlimited."""
+    """Return the CPU limit and its period in microseconds; an empty list without limit files."""
     try:
         if (folder / "cpu.max").exists():
             return (folder / "cpu.max").read_text().split()
@@ -193,7 +193,7 @@ def _machine(meminfo: Path) -> Room | None:
 def _group(
     folder: Path, limit: str, usage: str, files: Iterable[str], unwritten: Iterable[str]
 ) -> Room | None:
-    """Return the available memory of a control group, including file pages that it can drop."""
+    """Return the available memory of a control group, including pages that can be dropped."""
     try:
         allowed = (folder / limit).read_text().strip()
         if not allowed.isdigit() or int(allowed) >= NO_LIMIT:
@@ -210,7 +210,7 @@ def _group(
 
 
 CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
-"""InfiniBand, RoCE and Omni-Path register in the first, Slingshot in the second."""
+"""The first folder lists adapters of InfiniBand, RoCE and Omni-Path, the second of Slingshot."""
 
 
 def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:

@@ -131,7 +131,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, including declared ones."""
+        """Number of nodes; parts of a host that ``ranks_per_node`` declares count as nodes."""
         return len(self.nodes)
 
     @property
@@ -185,12 +185,12 @@ class Topology:
 
     @property
     def max_rails(self) -> int:
-        """Largest number of rails: the number of ranks of the smallest node."""
+        """Largest possible number of rails, which is the number of ranks of the smallest node."""
         return min(map(len, self.nodes))
 
     @property
     def shared_cores(self) -> tuple[int, ...]:
-        """This rank and the ranks that share its cores; empty if each of them can have a core."""
+        """This rank and the ranks that share its cores; empty if they have enough cores."""
         return self.core_peers if len(self.core_peers) > self.num_peer_cores else ()
 
     def describe(self) -> list[tuple[str, str]]:
@@ -216,7 +216,7 @@ class Topology:
 
 
 def _group(facts: Sequence[RankFacts]) -> dict[str, list[int]]:
-    """Return the ranks of each host; a named node of ``RankFacts`` counts as a host."""
+    """Return the ranks of each host; if ``RankFacts.node`` is set, it replaces the host name."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         hosts.setdefault(fact.node or fact.host, []).append(rank)

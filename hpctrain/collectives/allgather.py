@@ -95,7 +95,7 @@ def grouped_allgather_async(
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Check ``tensors``; return them, with a tensor of one row for each scalar."""
+    """Check ``tensors``; return the list with each scalar replaced by a tensor of one row."""
     for tensor in tensors:
         check_tensor(tensor)
     return [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]

@@ -96,7 +96,7 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Replace ``tensor`` by its average, or another reduction ``op``, and return it. Collective.
+    """Replace ``tensor`` by its average, or another reduction; return ``tensor``. Collective.
 
     As ``allreduce``, but not differentiable.
     """
@@ -195,7 +195,7 @@ def grouped_allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its 
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
 ) -> list[Tensor]:
-    """Replace each tensor as ``allreduce_`` does, and return them. Collective.
+    """Replace each tensor as ``allreduce_`` does, and return the tensors. Collective.
 
     As ``grouped_allreduce``, but not differentiable.
     """

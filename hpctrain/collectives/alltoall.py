@@ -27,7 +27,7 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows of ``tensor`` to each rank, and return the received rows. Collective.
 
-    Differentiable: gradients are sent back to the ranks of their rows.
+    Differentiable: the gradient of a row is sent back to the rank that sent the row.
 
     Args:
         tensor: ``(rows, ...)``; the number of rows may differ between ranks, other dimensions and
@@ -118,7 +118,7 @@ def _like(received: Tensor, splits: Tensor | Sequence[int] | None) -> Tensor:
 
 
 class _Alltoall(CarriedOut):
-    """Autograd function of ``alltoall``: sends gradients back to the ranks of their rows."""
+    """Autograd function of ``alltoall``: sends gradients back to the senders of the rows."""
 
     @staticmethod
     def forward(

@@ -23,21 +23,23 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
 
     A rank with less data than others calls this function after its last step. The call applies to
     all process sets of this rank. A joined rank still counts as a rank: it contributes zeros to
-    sums and averages, and no rows to gathers. In steps of a ``DistributedOptimizer`` over all
-    ranks that use ``set_num_samples``, a joined rank has no samples. Every operation works except
-    a broadcast from a joined rank. Afterwards ranks that joined early have out-of-date weights:
-    broadcast the weights of the returned rank.
+    sums and averages, and no rows to gathers. If a
+    ``DistributedOptimizer`` over all ranks uses ``set_num_samples``, a joined rank has no samples.
+    Every operation works except a broadcast from a joined rank. Afterwards ranks that joined early
+    have out-of-date weights: broadcast the weights of the returned rank.
 
     Args:
         device: device of Horovod's GPU buffers; ignored.
 
     Returns:
-        The rank that joined last, the same on every rank; it has taken every step.
+        The rank that joined last, the same on every rank. That rank has executed every step.
 
     Raises:
-        ConfigError: there is a ``DistributedOptimizer``, and MPI supports calls from one thread
-            only; or this rank is in a block of a local method.
-        MismatchError: the other ranks step an optimizer with ``op=Adasum``; raised on every rank.
+        ConfigError: the MPI library supports calls from one thread only, and there is a
+            ``DistributedOptimizer`` or a process set; or this rank is inside a ``with`` block of
+            local SGD or a similar method.
+        MismatchError: the other ranks call ``step()`` of an optimizer with ``op=Adasum``; raised
+            on every rank.
         RankLostError: another rank died or left.
     """
     here = world.current()

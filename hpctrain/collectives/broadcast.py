@@ -39,8 +39,8 @@ def broadcast(
         A new contiguous tensor.
 
     Raises:
-        ConfigError: an argument is not valid; the process set is not registered, or one of the two
-            ranks is not in it.
+        ConfigError: an argument is not valid; the process set is not registered, or
+            ``root_rank`` or this rank is not in it.
         HorovodInternalError: the operation failed, on every rank of the process set; for example,
             the ranks passed different roots.
         RankLostError: another rank died or left.
@@ -74,7 +74,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
 ) -> Tensor:
-    """Replace ``tensor`` by the tensor of ``root_rank``, and return it. Collective.
+    """Replace ``tensor`` by the tensor of ``root_rank``; return ``tensor``. Collective.
 
     As ``broadcast``, but not differentiable.
     """

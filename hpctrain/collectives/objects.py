@@ -41,7 +41,7 @@ def broadcast_object(
     May run concurrently with other operations, in any order.
 
     Args:
-        obj: any object that cloudpickle supports, of any size; only that of the root is used.
+        obj: any object that cloudpickle supports, of any size; used only on the root.
         root_rank: a rank of the world that is in the process set.
         name: identifies the call on all ranks, if several threads make calls concurrently.
         process_set: the ranks that take part; None for all.
@@ -101,7 +101,7 @@ def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
 def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
     """Unpickle an object; raise an error if a rank has sent a ``_Refusal`` instead.
 
-    ``failure`` is the error of this rank, the cause of the raised error.
+    ``failure`` is the error of this rank, if any; it becomes the cause of the raised error.
     """
     value = unpickled(data)
     if isinstance(value, _Refusal):

@@ -44,7 +44,7 @@ def controller_of(process_set: ProcessSet | None) -> Controller:
 
 
 def named(kind: Kind, name: str | None) -> str | None:
-    """Return ``name`` with a prefix for ``kind``: operations of two kinds may have one name."""
+    """Return ``name`` with a prefix, so that operations of two kinds may have the same name."""
     return None if name is None else f"{_PREFIX[kind]}{name}"
 
 

@@ -89,9 +89,9 @@ def broadcast_optimizer_state(
     """Copy the optimizer state of ``root_rank`` to every rank, with options such as ``lr``.
 
     Collective. The other ranks load the state as from a checkpoint of ``root_rank``; this works
-    for every optimizer of torch. No step is taken, whereas Horovod creates missing state by
-    ``step()`` with zero gradients, which applies weight decay. As in Horovod, if ``root_rank`` has
-    no state yet, every parameter without a gradient gets a zero gradient.
+    for every optimizer of torch. The function does not call ``step()``. Horovod instead creates
+    missing state by ``step()`` with zero gradients, which applies weight decay. As in Horovod, if
+    ``root_rank`` has no state yet, every parameter without a gradient gets a zero gradient.
 
     Args:
         optimizer: a torch optimizer or a ``DistributedOptimizer``, with the same parameters in the

@@ -1,4 +1,4 @@
-"""Adasum: an adaptive sum that averages parallel gradients and adds orthogonal ones."""
+"""Adasum: an adaptive sum that averages parallel gradients and adds orthogonal gradients."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -27,9 +27,10 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
     factor common to all ranks is a factor of the result.
 
     The algorithm is recursive halving, as for a sum: each rank sends 2 log2(N) messages with
-    2(N-1)/N of all elements in total, and at level k another k messages of three numbers per
-    tensor. Elements are sent in float32, or float64 if any tensor is float64. Products and sums
-    are computed in float64 and rounded once per level. Results are bitwise identical on all ranks.
+    2(N-1)/N of all elements in total, and, at level k, k additional messages with three
+    numbers per tensor. Elements are sent in float32, or float64 if any tensor is float64. Products
+    and sums are computed in float64 and rounded once per level. Results are bitwise identical on
+    all ranks.
 
     Only ``send`` and ``recv_`` of ``comm`` are used.
 
@@ -213,5 +214,5 @@ def _partner(folded: Fold, distance: int) -> _Partner:
 
 
 def _factor(product: float, norm: float, weight: float) -> float:
-    """Return the factor of a vector in the adaptive sum; ``norm`` is its squared norm."""
+    """Return the factor of a vector in the adaptive sum; ``norm`` is the vector's squared norm."""
     return 1.0 - weight * product / norm if norm >= _SMALLEST else 1.0

@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 @contextmanager
 def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> Iterator[None]:
-    """Raise on all ranks at the end of the block if any rank has raised in it.
+    """Raise on all ranks at the end of the block if any rank has raised in the block.
 
     The end of the block is collective. Collectives in the block must raise on all ranks or on
-    none. A rank re-raises its own error if it is no ``HpctrainError``, or if all ranks have the
-    same ``error``.
+    none. A rank re-raises its own error if the error is no ``HpctrainError``, or is an ``error``
+    and has the same text on all ranks.
 
     Args:
         comm: the ranks.
@@ -67,7 +67,7 @@ def on_root(
 def raise_if_any(
     refusals: Sequence[str | None], error: type[HpctrainError] = MismatchError
 ) -> None:
-    """Raise ``error`` if ``refusals``, a message or None per rank, contain a message."""
+    """Raise ``error`` if ``refusals``, with one entry per rank, contain a message."""
     if any(message is not None for message in refusals):
         raise error(merge_messages(refusals))
 

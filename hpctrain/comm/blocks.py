@@ -1,6 +1,7 @@
 """Blocks of a program that all ranks leave together, such as ``with`` blocks of local SGD.
 
-If a rank leaves a block by an error, or waits at its end after fewer steps, the other ranks raise.
+The other ranks raise an error if a rank leaves a block by an error, or waits at the end of the
+block after fewer steps.
 """
 
 import math
@@ -17,7 +18,8 @@ from hpctrain.comm.survivors import use
 from hpctrain.core.errors import RankLostError
 
 NEAR_SIZE = 64
-"""Up to this many ranks, a rank reports to all others; in larger worlds to distances of 2^k."""
+"""Up to this many ranks, a rank reports to all ranks. In larger worlds, a rank reports to ranks at
+distances of 2^k."""
 MAX_BYTES = 1000
 LEFT, BROKE_OFF, AT_END, FAILED, CALL = 1, 2, 3, 4, 5  # tags of the reports
 
@@ -68,7 +70,7 @@ class Reports:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def receivers(self, members: Sequence[int] = ()) -> list[int]:
-        """Return the ranks among ``members`` to which this rank reports; ``()``: all ranks."""
+        """Return the ranks of ``members`` to which this rank reports; ``()`` means all ranks."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self._control.rank)
         distances: set[int] = set(range(1, size))
@@ -115,9 +117,9 @@ class Blocks:
         return self._within[max(self._within)].name if len(self._within) > 1 else ""
 
     def is_apart(self, since_s: float) -> bool:
-        """Return True if this rank waits at the end of a block, or left one by a recent error.
+        """Return True if this rank waits at the end of a block, or left a block by an error.
 
-        An error is recent if it occurred after ``since_s``, by ``time.perf_counter()``.
+        Only errors after ``since_s``, a value of ``time.perf_counter()``, count.
         """
         return self._error_s > since_s or self._ending is not None
 
@@ -131,7 +133,7 @@ class Blocks:
     def at_end(self, number: int) -> Iterator[None]:
         """Mark inside this context that this rank waits at the end of a block.
 
-        If the wait is long, ``check`` reports it to the other ranks.
+        If the wait is long, ``check`` reports the wait to the other ranks.
 
         All ranks may continue a block after its end, and end the block again after more steps.
         """

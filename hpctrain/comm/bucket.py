@@ -45,7 +45,7 @@ class Bucket:
         return self.flat.device
 
     def part(self, numel: int, dtype: torch.dtype, first_byte: int = 0) -> "Bucket":
-        """Return a bucket of ``numel`` elements of ``dtype`` in the memory of this one. Local.
+        """Return a bucket of ``numel`` elements of ``dtype`` in the memory of this bucket. Local.
 
         All ranks that reduce the part must create it with the same arguments. The part is valid
         as long as this bucket.
@@ -74,7 +74,10 @@ def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> sl
 def chunks_of(
     peers: Sequence[Tensor], local_rank: int, num_bytes: int = CHUNK_BYTES
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Divide slice ``local_rank`` of ``peers`` into chunks, each with one view per peer."""
+    """Divide slice ``local_rank`` into chunks of ``num_bytes``, each with one view per peer.
+
+    ``peers`` are the buckets of the ranks of a node, by local rank.
+    """
     own = slice_bounds(peers[0].numel(), len(peers), local_rank)
     if own.start == own.stop:
         return ()
@@ -120,8 +123,8 @@ def plan_buckets(
         specs: the tensors.
         bucket_bytes: largest bucket in bytes, without marks; None for one bucket per dtype and
             device.
-        marks_per_tensor: number of marks per tensor: elements after the last tensor of a bucket,
-            in which a rank records that it has a gradient.
+        marks_per_tensor: number of marks per tensor. Marks are elements after the last tensor of a
+            bucket, in which a rank records that it has a gradient.
         groups: number of the group of each tensor, None for no group; empty without groups.
 
     Returns:

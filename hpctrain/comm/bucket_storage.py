@@ -57,7 +57,8 @@ def new_storage(
         backend: backend that sums elements on an accelerator.
 
     Returns:
-        A bucket on the host, and the storage of the elements; None if they are in the bucket.
+        A bucket on the host, and the storage of the elements, or None if the bucket contains
+        the elements.
 
     Raises:
         CommError: an accelerator does not support ``backend``; on all ranks. ``peers`` requires

@@ -84,7 +84,7 @@ def join(
         topology: nodes of the ranks.
         plan: algorithms by size.
         watch: performs all waits.
-        world_ranks: rank in the world of each rank; empty if they are the same.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
     """
     world_ranks = world_ranks or range(world.size)
     group = partial(_group, topology=topology, watch=watch, world_ranks=world_ranks)

@@ -73,7 +73,8 @@ def disagreement(
     combine values of different calls.
 
     Raises:
-        RankLostError: another rank does not call this function, since its wait has failed.
+        RankLostError: another rank does not call this function, because a wait of that rank has
+            failed.
     """
     texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
     error = different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))

@@ -10,8 +10,8 @@ from hpctrain.core.python_compat import Self
 class CommonBlock:
     """A context manager that synchronizes the ranks at the end of its block.
 
-    A rank that leaves the block by an error reports this to the others. Collective: every rank
-    enters and leaves the block.
+    A rank that leaves the block by an error reports the error to the other ranks. Collective:
+    every rank enters and leaves the block.
     """
 
     _presence: Liveness | None

@@ -69,7 +69,7 @@ class Communicator(Protocol):
         comm.publish(bucket)                  # copy the slices of all ranks to every bucket
 
     Without node memory each rank counts as a node, and its slice is the whole bucket. If
-    operations run on a thread, these functions must be called on that thread, with ``start_on``.
+    operations run on a thread, a codec must call these functions on that thread, by ``start_on``.
     """
 
     rank: int
@@ -205,7 +205,7 @@ class Communicator(Protocol):
         """
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Send the picklable ``value`` of rank ``root`` to every rank, and return it."""
+        """Send the picklable ``value`` of rank ``root`` to every rank, and return this value."""
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Return the values of all ranks, by rank, on rank ``root``; None on other ranks."""
@@ -223,7 +223,7 @@ class Communicator(Protocol):
         """Replace ``tensor`` by the tensor that rank ``source`` sends with the same tag.
 
         Raises:
-            CommError: the size of the message differs from that of ``tensor``.
+            CommError: the size of the message differs from the size of ``tensor``.
         """
 
     def barrier(self) -> None:
@@ -238,7 +238,7 @@ class Communicator(Protocol):
         """
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
-        """Create a communicator of some of the ranks. All ranks of this communicator call it.
+        """Create a communicator of some ranks. All ranks of this communicator call the method.
 
         Args:
             ranks: ranks of this communicator, each at most once, the same list on every rank.
@@ -253,7 +253,7 @@ class Communicator(Protocol):
         """
 
     def new_mailbox(self) -> Mailbox:
-        """Create a mailbox between the ranks, separate from earlier ones.
+        """Create a mailbox between the ranks, separate from earlier mailboxes.
 
         The mailbox may be used concurrently with the operations of this communicator, also from
         another thread if MPI allows it.

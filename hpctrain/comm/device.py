@@ -34,7 +34,7 @@ class Device:
         self.down, self.up = self.new_stream(), self.new_stream()
 
     def new_stream(self) -> torch.Stream:
-        """Create a stream that runs concurrently with others."""
+        """Create a stream that runs concurrently with other streams."""
         return torch.Stream(self.device)
 
     def new_event(self) -> torch.Event:
@@ -64,7 +64,7 @@ class Device:
         tensor.record_stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
-        """Pin ``host``, so that copies to and from it are asynchronous, until ``owner`` is freed.
+        """Pin ``host`` until ``owner`` is freed, so that copies of ``host`` are asynchronous.
 
         If pinning is not possible, copies block the host.
 
@@ -97,7 +97,7 @@ class Device:
     def sum_of(
         self, parts: Sequence[Tensor], how: Combination
     ) -> Callable[[float | None], None] | None:
-        """Return a function that replaces each tensor of ``parts`` by their sum, times a factor.
+        """Return a function that replaces each tensor of ``parts`` by the scaled sum of ``parts``.
 
         Returns None if the accelerator has no kernel for this sum.
         """
@@ -193,7 +193,7 @@ class CudaDevice(Device):
     keeps_apart = without_nccl = ""
 
     def new_stream(self) -> torch.Stream:
-        """Create a stream that runs concurrently with others."""
+        """Create a stream that runs concurrently with other streams."""
         return torch.cuda.Stream(self.device, priority=-1)  # higher priority than backward
 
     def new_event(self) -> torch.Event:

@@ -145,7 +145,7 @@ class DirectMessages:
     The constructor is collective.
 
     Args:
-        ranks: communicator of the ranks to which ``thread`` was connected; it is duplicated.
+        ranks: MPI communicator of the ranks of ``thread``; the constructor duplicates it.
         thread: receives requests.
         look: raises if a rank is lost.
         timeout_s: longest wait.
@@ -177,7 +177,7 @@ class DirectMessages:
         return self._watch.waited_s - before
 
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
-        """Register ``work``, to which the request thread passes requests until it returns True."""
+        """Let the request thread pass requests to ``work`` until ``work`` returns True."""
         self._work = work
         self._thread.add(self)
 
@@ -199,9 +199,10 @@ class DirectMessages:
         self._thread.remove(self)
 
     def leave(self, ranks: Sequence[int], content: object) -> None:
-        """Send the last request of this rank to ``ranks``; a no-op if stopped or forked.
+        """Send the last request of this rank to ``ranks``. Not collective.
 
-        Not collective. Garbage collection calls this method on any thread.
+        A no-op after ``stop`` and in a forked child. Garbage collection calls this method on any
+        thread.
         """
         for rank in ranks if self._owner.is_here and not self._is_stopped else ():
             self.requests.send(rank, content)

@@ -99,7 +99,10 @@ class FlightRecorder:
         return [(of.name_of(number, text), now - s) for of, number, text, s in list(self._calls)]
 
     def last(self) -> tuple[str, float | None]:
-        """Return the last collective, and its age in seconds; None if there is none."""
+        """Return the last collective and its age in seconds.
+
+        The age is None if no collective was recorded.
+        """
         return self.calls()[-1] if self._calls else ("none so far", None)
 
     def report(self) -> str:
@@ -108,5 +111,5 @@ class FlightRecorder:
 
 
 def is_collective(name: str) -> bool:
-    """Return whether this is the name of a recorded collective, not of a named operation."""
+    """Return True if ``name`` names a recorded collective, False if it names a named operation."""
     return _NAME.match(name) is not None

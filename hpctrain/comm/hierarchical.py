@@ -1,6 +1,7 @@
 """Two-level communicator: shared memory within a node, MPI between nodes.
 
-The all-reduce of a bucket has three steps. A codec calls them separately and replaces the second:
+The all-reduce of a bucket has three steps. A codec calls the steps separately and replaces
+the second step:
 
     part = comm.reduce_node(bucket)          # each local rank sums its slice over the node
     comm.internode.allreduce_(part)          # each slice is all-reduced over its rail
@@ -35,8 +36,8 @@ class HierarchicalCommunicator(MpiCommunicator):
     """Reduces tensors within nodes, then between nodes; other operations use flat MPI.
 
     The order of the ranks and the number of ranks per node are arbitrary. The algorithm of a
-    tensor that is not a bucket depends on its size: ``direct`` or ``slices`` in the memory of one
-    node, ``levels`` between nodes, or ``library``, flat MPI.
+    tensor that is not a bucket depends on its size. The algorithms are ``direct`` and ``slices``
+    for ranks of one node, ``levels`` for several nodes, and ``library``, which uses flat MPI.
 
     Args:
         world: MPI communicator of all ranks; ``close`` frees it.
@@ -44,8 +45,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         rail: ranks of all nodes that own the same slice; None if this rank sends no slice.
         plan: algorithms by size.
         watch: performs all waits.
-        world_ranks: rank in the world of each rank; empty if they are the same.
-        make_group: creates the communicators of groups; flat ones by default.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
+        make_group: creates the communicators of groups; by default flat communicators.
     """
 
     def __init__(  # noqa: PLR0913 - the levels, and the arguments of all communicators
@@ -84,7 +85,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self.node.ranks_of(self._comm)
 
     def use(self, plan: Plan) -> None:
-        """Replace the plan by ``plan``, which must have the same number of rails.
+        """Replace the current plan by ``plan``, which must have the same number of rails.
 
         All ranks must call this method between the same two operations.
         """

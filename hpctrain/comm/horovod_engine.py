@@ -43,9 +43,10 @@ class HorovodCommunicator(MpiCommunicator):
         comm: all ranks that Horovod serves, in any order; ``close`` frees it.
         library: the loaded Horovod.
         watch: performs all waits.
-        world_ranks: rank in the world of each rank; empty if they are the same.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
         sums: algorithm of sums by size.
-        name: prefix of all names of operations; must differ from that of other communicators.
+        name: prefix of all names of operations; must differ from the prefix of every other
+            communicator.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
 
 
 def operation(how: Combination) -> str | None:
-    """Return the name of Horovod's operation for a combination in its ``accumulate_dtype``.
+    """Return the name of the Horovod operation that combines values of ``how.accumulate_dtype``.
 
     Returns None if there is no such operation: the minimum in MPI does not propagate NaN, and
     Horovod would compare unsigned integers that are stored as signed ones in the wrong order.
@@ -304,8 +305,8 @@ def _remedy(what: str) -> str:
 def _without_emulation() -> Iterator[None]:
     """Hide modules that emulate Horovod during the block.
 
-    If there are such modules, modules loaded in the block are removed from ``sys.modules``
-    afterwards; otherwise they stay.
+    Modules of Horovod that the block loads stay in ``sys.modules`` only if no module or import
+    hook emulates Horovod.
     """
     stands_in = {name: one for name, one in _modules() if not _is_real(name, one)}
     finders = list(sys.meta_path)

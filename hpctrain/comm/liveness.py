@@ -17,7 +17,7 @@ from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
 
 GRACE_S = 1.0
-"""How long a rank that leaves waits for the others before it reports that it has left."""
+"""How long a rank that leaves waits for other ranks before it reports that it has left."""
 
 CLOSE_S = 30.0
 """Longest wait for another rank after all ranks have reached the end of the program."""
@@ -32,8 +32,9 @@ class Liveness:
     """Detects ranks that died or left, without a thread.
 
     The ranks of a node check each other's processes, and so detect a rank that died. A rank that
-    leaves the program early reports this to the others. Waiting loops call ``check()``
-    repeatedly, which raises in both cases. Ranks send no messages while no rank is late.
+    leaves the program early reports this to the other ranks. Waiting loops
+    repeatedly call ``check()``, which raises in both cases. Ranks send no messages while no rank
+    is late.
 
     Args:
         control: duplicate of the world on which only this class sends; freed by ``wait_for_end``.
@@ -99,7 +100,7 @@ class Liveness:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank still checks the others."""
+        """Whether this rank still checks the other ranks."""
         return self._reports.is_open
 
     def abandon(self) -> None:
@@ -146,10 +147,10 @@ class Liveness:
     def wait_for_end(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Wait until every rank of the world has called this method. Collective.
 
-        This rank sleeps during the wait. After a second, this rank reports to the others that it
-        has left: ranks that wait for this rank raise, and ranks that compute continue and call
-        this method later. No message is in flight on return, as ``MPI_Finalize`` requires. A
-        no-op the second time and in forked children.
+        This rank sleeps during the wait. After a second, this rank reports to the other ranks that
+        it has left: ranks that wait for this rank raise, and ranks that compute continue and call
+        this method later. No message is in flight on return, as ``MPI_Finalize`` requires. A no-op
+        the second time and in forked children.
 
         Args:
             compare: called when all ranks have arrived, with a collective that gathers bytes.
@@ -161,7 +162,7 @@ class Liveness:
             RankLostError: a rank died, or ranks have not called this method in time.
 
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
-        sparse data exchange", for the end: synchronous sends, then a barrier.
+        sparse data exchange". From this paper: synchronous sends, then a nonblocking barrier.
         """
         if not self._reports.may_send:
             return ""

@@ -38,11 +38,12 @@ class MemberSync:
         Args:
             wire: sends the messages.
             watch: performs all waits.
-            members: the ranks, including this one.
+            members: the ranks, including this rank.
             tag: used by no other messages of ``wire``.
 
         Returns:
-            The attempt of the first member, which no later call with ``tag`` returns.
+            The number of attempts of the first member; no later call with ``tag`` returns this
+            number.
 
         Raises:
             RankLostError: a wait failed; the call can be repeated.

@@ -67,8 +67,8 @@ class MpiCommunicator(Communicator):
     Args:
         comm: ranks of this communicator. No other code may use it; ``close`` frees it.
         watch: performs all waits; by default without detection of lost ranks and without timeout.
-        world_ranks: rank in the world for each rank of ``comm``; empty if both are equal.
-        make_group: creates the communicators of groups; flat ones by default.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
+        make_group: creates the communicators of groups; by default flat communicators.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather the shapes, then small tensors by MPI and large ones by messages."""
+        """Gather the shapes, then small tensors by MPI and large tensors by messages."""
         check_tensor(tensor)
         self.meet(f"all_gather of {name_of(tensor.dtype)}")
         shapes: list[torch.Size] = self._calls.allgather(tensor.shape)
@@ -260,8 +260,8 @@ class MpiCommunicator(Communicator):
 
         Args:
             ranks: ranks of this communicator, by rank in the group.
-            purpose: must differ from that of another group of the same ranks whose creation is
-                in progress on a rank, also after an error.
+            purpose: text that identifies this creation. Another group of the same ranks must have
+                another ``purpose`` if its creation is incomplete on a rank, also after an error.
             limit: limit of waits; None for the limit of this communicator.
         """
         check_group(ranks, self.size)
@@ -282,7 +282,7 @@ class MpiCommunicator(Communicator):
         return self._make_group(members, ranks, limit)
 
     def new_wire(self) -> MpiWire:
-        """Create a wire whose messages match no others of this communicator. Collective."""
+        """Create a wire whose messages match no other messages. Collective."""
         self._wires.append(self._calls.duplicate())
         return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 
@@ -327,7 +327,7 @@ class MpiCommunicator(Communicator):
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` was not yet called."""
+        """Whether ``close`` has not been called yet."""
         return self._comm != MPI.COMM_NULL
 
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
@@ -342,7 +342,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's reduced part, of the dtype for storage or for accumulation."""
+        """Return this rank's reduced part, of dtype ``storage_dtype`` or ``accumulate_dtype``."""
         lanes = values.itemsize // how.storage_dtype.itemsize  # per element
         counts = [numel * lanes for numel in parts]
         values = how.view(values)

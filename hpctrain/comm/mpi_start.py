@@ -38,7 +38,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _restore_hangup() -> None:
-    """Let SIGHUP act as before MPI, which may catch it: a process must end with its terminal."""
+    """Restore the handler of SIGHUP, which MPI may have replaced.
+
+    A process must end with its terminal.
+    """
     handler = signal.getsignal(signal.SIGHUP)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, handler)

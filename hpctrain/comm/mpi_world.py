@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.watched_calls import WatchedCalls
 
 _HEAD_START_S = 1.0
-"""Time for rank 0, whose process may start later than others, to print the problem."""
+"""Time for rank 0, whose process may start later than other ranks, to print the problem."""
 
 
 def doubt() -> None:
@@ -43,8 +43,8 @@ def doubt() -> None:
 
     Rank 0 prints the problem first, since MPI may end all processes. Called before torch is
     loaded, which takes seconds on many ranks. MPI is not initialized early in other launches,
-    because ``MPI_Finalize`` waits for all ranks: if one failed before its initialization, the
-    others would hang.
+    because ``MPI_Finalize`` waits for all ranks: if one rank failed before its initialization, the
+    other ranks would hang.
 
     Raises:
         LaunchError: the ranks do not find each other.
@@ -74,7 +74,7 @@ def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intra
     Raises:
         LaunchError: launcher, MPI library and world do not match.
         RankLostError: a rank is later than ``timeout_s``.
-        ConfigError: ``chosen`` has another type, contains an invalid rank, or not this rank.
+        ConfigError: ``chosen`` has another type, contains an invalid rank, or lacks this rank.
     """
     world = _join(env.launched())
     if is_communicator(chosen):

@@ -62,7 +62,7 @@ class NodeProcesses:
                 )
 
     def stopped(self) -> dict[int, int]:
-        """Return the ids of processes that a signal or a debugger has stopped, by rank."""
+        """Return, by rank, the ids of processes that a signal or a debugger has stopped."""
         found = [(rank, pid, born, stat(pid)) for rank, (pid, born) in self._born.items()]
         return {
             rank: pid

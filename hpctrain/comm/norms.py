@@ -70,7 +70,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip gradients to ``max_norm``; return the norm before clipping, by ``total_norm``.
+    """Clip gradients to ``max_norm``; return ``total_norm`` of the gradients before clipping.
 
     Replaces ``torch.nn.utils.clip_grad_norm_``.
     """
@@ -86,7 +86,7 @@ def clip_grad_norm_(
 
 
 def _needs_float64(found: Tensor, order: float = 2.0) -> Tensor:
-    """Return True for each norm that is not finite, or may have lost powers by underflow."""
+    """Return True for each norm that is not finite, or so small that powers may underflow."""
     least = _MIN_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
     return ~((found >= least) & found.isfinite())
 

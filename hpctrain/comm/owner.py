@@ -6,7 +6,7 @@ from hpctrain.core.errors import CommError
 
 
 class _Process:
-    """Caches the process id, since ``os.getpid`` takes a tenth of the time of a call."""
+    """Caches the process id, since ``os.getpid`` takes a tenth of the time of an operation."""
 
     def __init__(self) -> None:
         self.look()

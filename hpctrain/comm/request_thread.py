@@ -18,7 +18,7 @@ _IDLE_S = 10.0  # polling interval if each request rings the doorbell
 
 
 class Polled(NamedTuple):
-    """Numbers of requests that one poll of a service has received."""
+    """Result of one poll of a service: how many requests have arrived."""
 
     num_near: int = 0  # requests from ranks of this node that have arrived
     num_far: int = 0  # requests from ranks of other nodes
@@ -55,7 +55,7 @@ class RequestThread:
     Ranks of this node ring the doorbell of the process, a semaphore, for each request. MPI wakes
     no thread, so the thread polls for requests of other nodes, with an interval of 2 % of the time
     since the last request and at most 0.5 s. Idle services are polled together. The thread ends
-    with the last service.
+    when the last service is removed.
     """
 
     fence: Fence = None
@@ -88,7 +88,7 @@ class RequestThread:
         comm.barrier()  # no rank rings a doorbell before it is initialised
 
     def add(self, service: Service) -> None:
-        """Add a service to poll; start the thread for the first one."""
+        """Add a service to poll; start the thread for the first service."""
         with self._lock:
             self._services[service] = _Schedule(time.perf_counter())
             self._wake()

@@ -111,7 +111,7 @@ def pending(comm: MPI.Comm) -> list[MpiRequest]:
 
 
 def free(comm: MPI.Comm) -> None:
-    """Free a communicator that no thread uses. Every rank calls this.
+    """Free a communicator that no thread uses. Every rank must call this function.
 
     Pending receives are cancelled first. A communicator with other pending operations, which other
     ranks may complete later, is not freed: Open MPI crashes if a nonblocking collective makes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def agree(ranks: "MpiComm", *, has_succeeded: bool) -> bool:
-    """Return whether every rank exists and has ``has_succeeded`` true; equal on all survivors.
+    """Return True, on all survivors, if no rank died and all ranks pass ``has_succeeded=True``.
 
     Collective over the surviving ranks, also on a revoked communicator. Only for a world that
     recovers.
@@ -39,7 +39,7 @@ _in_use: "list[ref[MpiComm]]" = []
 
 
 def use(comm: "MpiComm") -> None:
-    """Register a communicator of this package, so that ``end_waits`` ends its waits."""
+    """Register ``comm``, so that ``end_waits`` makes waits in ``comm`` fail."""
     _in_use[:] = [*(one for one in _in_use if one() is not None), ref(comm)]
 
 

@@ -31,7 +31,7 @@ def check_scale(tensor: Tensor, scale: float | None) -> None:
 
 
 def check_rank(rank: int, size: int, name: str) -> None:
-    """Raise ``CommError`` unless ``rank`` is a rank of a communicator of ``size``."""
+    """Raise ``CommError`` unless ``rank`` is a rank of a communicator of ``size`` ranks."""
     if not 0 <= rank < size:
         raise CommError(f"{name} must be a rank from 0 to {size - 1}, got {rank}")
 

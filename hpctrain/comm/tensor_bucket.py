@@ -47,7 +47,7 @@ class PackedTensors:
 
     @classmethod
     def copied(cls, tensors: list[Tensor], dtype: torch.dtype | None = None) -> "PackedTensors":
-        """Create a buffer, of ``dtype`` if given, and copy ``tensors`` of one dtype to it."""
+        """Copy ``tensors`` of one dtype to a new buffer, which has ``dtype`` if given."""
         numel = sum(tensor.numel() for tensor in tensors)
         made = cls(tensors[0].new_empty(numel, dtype=dtype), tensors)
         made.pack(tensors)

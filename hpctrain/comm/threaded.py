@@ -95,7 +95,7 @@ class ThreadedCommunicator:
         return self.submit(lambda: self._comm.broadcast_(tensor, root).wait())
 
     def __getattr__(self, name: str) -> Any:
-        """Return another operation as a function that runs it on the thread and waits."""
+        """Return a function that runs the operation ``name`` on the thread and waits."""
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(self._comm, name)

@@ -104,7 +104,7 @@ def wait_request(
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Wait for ``request`` as ``Watch.wait`` does; ``status`` receives its MPI status."""
+    """Wait for ``request`` as ``Watch.wait`` does; ``status`` receives the MPI status."""
     if not request.Test(status):
         watch.wait(partial(request.Test, status), partner=partner, over=over)
 
@@ -139,7 +139,7 @@ class Notices(Protocol):
         """
 
     def failure(self, number: int) -> "tuple[int, str] | None":
-        """Return the world rank on which a communicator has failed, and the reason; else None."""
+        """Return the world rank on which a communicator has failed, and the reason, or None."""
 
     def exchange_calls(
         self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
@@ -159,7 +159,7 @@ class Notices(Protocol):
 
 
 class Limit:
-    """Limit of the duration of waits; another thread may change it, or end all waits.
+    """Limit of the duration of waits; another thread may change the limit, or end all waits.
 
     Args:
         timeout_s: longest wait.
@@ -183,10 +183,10 @@ class Limit:
 
 
 class Watch:
-    """Performs the waits of one communicator, and raises if they cannot end.
+    """Performs the waits of one communicator, and raises if a wait cannot end.
 
     The watch detects lost ranks, failures of the communicator, different calls and timeouts. All
-    ranks are ranks in the world. All waiting loops of a communicator share one watch.
+    rank numbers are world ranks. All waiting loops of a communicator share one watch.
 
     Args:
         find_lost: raises ``RankLostError`` if a rank is lost.
@@ -237,7 +237,7 @@ class Watch:
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
         """Return a watch for a communicator of ``ranks``, which ignores that other ranks leave.
 
-        Without ``limit`` the watch shares the limit of this watch.
+        Without ``limit``, the new watch has the limit of this watch.
         """
         return Watch(
             self._find_lost,
@@ -254,7 +254,10 @@ class Watch:
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
     def begin(self, call: Call, *, is_compared: bool = False) -> None:
-        """Record that this rank begins ``call``; ``is_compared`` if all ranks compare the call."""
+        """Record that this rank begins ``call``.
+
+        If ``is_compared`` is true, all ranks compare the call.
+        """
         self.call_tag = call.tag
         if self.calls is not None:
             self.calls.begin(call.text)
@@ -304,11 +307,11 @@ class Watch:
         self.waited_s += time.perf_counter() - start
 
     def fail(self, error: BaseException | None = None) -> None:
-        """Record that the communicator has failed on this rank, and report it to the others.
+        """Record that the communicator has failed on this rank; report the failure to other ranks.
 
         Other ranks see the report before data that this rank writes afterwards. The loss of a
         rank is not reported, since every rank detects the loss itself. If ``error`` is a
-        ``MismatchError``, the others raise the same error.
+        ``MismatchError``, the other ranks raise the same error.
         """
         for function in self.on_fail:
             function()
@@ -329,7 +332,7 @@ class Watch:
             self.fail(error)
 
     def free(self, comm: "MPI.Intracomm") -> None:
-        """Free an MPI communicator unless this communicator has failed; every rank calls this.
+        """Free an MPI communicator unless this communicator has failed. Every rank must call it.
 
         After a failure a message may arrive late. MPI reuses the context of a freed communicator,
         and the new communicator would receive the message.
@@ -375,7 +378,7 @@ class Watch:
         """Raise ``CommError`` if the communicator has failed on any rank. Not collective.
 
         Must be called after messages were received: a failed rank may have changed buffers while
-        they were sent.
+        the buffers were sent.
         """
         if self._notices is not None and self.number is not None:
             found = self._notices.failure(self.number)

@@ -105,7 +105,7 @@ class WatchedCalls:
         return None if made == MPI.COMM_NULL else self._created_by_all(cast("MPI.Intracomm", made))
 
     def _created_by_all(self, made: MPI.Intracomm) -> MPI.Intracomm:
-        """Return ``made`` after all its ranks have created it.
+        """Return the communicator ``made`` after all of its ranks have created it.
 
         Open MPI crashes if a rank revokes a communicator that another rank has not yet created.
         """

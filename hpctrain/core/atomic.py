@@ -18,10 +18,10 @@ PART = ".part"  # suffix of a file that is being written; a leftover may be remo
 
 @contextmanager
 def publishing(path: Path, name: str = "") -> Iterator[Path]:
-    """Yield a temporary path; after the block, rename it to ``path`` atomically.
+    """Yield a temporary path; after the block, rename this file to ``path`` atomically.
 
-    The temporary file has the name ``name``, by default the name of ``path``, with the suffix
-    ``PART``. Concurrent writers need different names.
+    The name of the temporary file is ``name`` and the suffix ``PART``; by default, ``name`` is the
+    name of ``path``. Concurrent writers need different names.
 
     If the block succeeds, ``path`` is the new file, on disk. If the block raises, ``path`` is
     unchanged and the temporary file is removed. If the process is killed, ``path`` is either the
@@ -46,7 +46,8 @@ def appear(room: Path, directory: Path) -> None:
     Args:
         room: existing directory with the same parent; its contents are on disk.
         directory: the new name. An older directory of that name is replaced atomically if the file
-            system can exchange two names; otherwise a kill between two renames leaves neither.
+            system can exchange two names; otherwise, if the process is killed between two renames,
+            neither directory has that name.
 
     Raises:
         OSError: the file system reports an error; the older directory is unchanged.

@@ -1,7 +1,7 @@
 """Checks of arguments, of configuration fields and of settings by type hints.
 
-A hint is a type, a ``Literal``, one of the names below such as ``Count``, or several joined by
-``|``. Every error states the rule and the value found.
+A hint is a type, a ``Literal``, a name of this module such as ``Count``, or several hints joined
+by ``|``. Every error states the rule and the value found.
 """
 
 import functools
@@ -107,8 +107,8 @@ def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, s
     Args:
         config: configuration of all keys.
         reason: the other key and its value, such as ``train.reproducible = true``.
-        rules: by key: the value, or a tuple of valid values, and the explanation, which may end
-            with a semicolon and the remedy.
+        rules: for each key a pair: the valid value, or a tuple of valid values, and a reason. The
+            reason may be followed by a semicolon and a remedy.
     """
     for key, (valid, why) in rules.items():
         value, values = value_of(config, key), valid if isinstance(valid, tuple) else (valid,)
@@ -166,7 +166,7 @@ def type_name(hint: Any) -> str:
 
 @functools.cache
 def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
-    """Return the types that a hint allows, each with its only valid text, its bounds, or None."""
+    """Return the types that a hint allows, each with a valid text, its bounds, or None."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return tuple(found for each in args for found in alternatives(each))

@@ -180,7 +180,7 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> dict[str, Given]:
-    """Return the checked values, and the names, of all variables that are set, by field.
+    """Return the checked value and the name of each variable that is set, by field.
 
     If the variable of hpctrain is not set, the Horovod variable with the same meaning is read.
     Raises ``ConfigError``: a value is not valid; the message names the variable.
@@ -253,8 +253,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads.
 
-    For the name of a Horovod variable with our prefix, the sentence suggests our setting of the
-    same meaning.
+    If replacing ``HPCTRAIN_`` by ``HOROVOD_`` gives a variable of Horovod, the sentence suggests
+    the setting of hpctrain with the same meaning.
     """
     known = [variable_of(name) for name in _TABLE]
     meant = {

@@ -11,7 +11,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of a check; every check returns at least one, ``ok`` if nothing is wrong."""
+    """One result of a check; a check without problems returns one result of level ``ok``."""
 
     check: str
     """Name of the check in two or three words, equal for all its findings."""

@@ -83,7 +83,7 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
     """Return messages about variables of Horovod that are set but have no effect.
 
     Each message is a finding and a remedy, separated by a semicolon. If Horovod's launcher started
-    the ranks without MPI, the message is about that instead.
+    the ranks without MPI, the only message is about the launcher.
     """
     idle = sorted(name for name in found(environ) if _is_idle(name, environ))
     if not idle:

@@ -138,7 +138,7 @@ def _summary(cls: type) -> str:
 
 
 def _sentences(cls: type) -> dict[str, str]:
-    """Return the string literal below each field, inherited or not, from the source code."""
+    """Return the string literal below each own or inherited field, read from the source code."""
     sentences: dict[str, str] = {}
     for base in filter(is_dataclass, cls.__mro__):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]

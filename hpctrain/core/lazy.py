@@ -58,7 +58,7 @@ def exports(
 
 @contextmanager
 def postponed(package: str, but: str) -> Iterator[None]:
-    """Delay the loading of modules that the block imports until an attribute is read.
+    """Delay the loading of modules that the block imports until their attributes are read.
 
     This applies to the modules of ``package``, except the modules of its sub-package ``but``.
     ``from PACKAGE import MODULE`` reads no attribute; ``from MODULE import NAME`` reads one and
@@ -74,7 +74,7 @@ def postponed(package: str, but: str) -> Iterator[None]:
 
 
 class _Postponing:
-    """Import hook: loads placeholders for modules whose names begin with ``prefix``, not ``but``.
+    """Import hook: loads placeholders for modules ``prefix*``, except modules ``but*``.
 
     The class has the methods of a finder and of a loader, but not their base classes, because
     ``importlib.abc`` imports 20 modules, which would double the time of ``import hpctrain``.

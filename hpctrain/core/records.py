@@ -26,7 +26,7 @@ class Records:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file; end an incomplete last line of a killed process.
+        """Open or create the file; add a newline if a killed process left an incomplete line.
 
         Raises ``OSError`` if the file system reports an error.
         """

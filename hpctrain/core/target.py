@@ -113,14 +113,14 @@ def check_arguments(
 def file_of(target: str) -> tuple[Path, ...]:
     """Return the file of the module of ``target``; empty if the module has no file.
 
-    ``resolve`` has imported the module.
+    The caller must have imported the module by ``resolve``.
     """
     file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
     return (Path(file),) if file else ()
 
 
 def hint(name: str, valid: Iterable[str]) -> str:
-    """Return the end of a message about a wrong name: the closest valid name, or all of them."""
+    """Return the end of a message about a wrong name: the closest or all valid names."""
     by_lower = {each.lower(): each for each in valid}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:

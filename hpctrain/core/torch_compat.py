@@ -62,8 +62,9 @@ _frames: Any = torch._C._dynamo.eval_frame
 def dynamo_disable(function: F) -> F:
     """Exclude a function, and the functions that it calls, from ``torch.compile``.
 
-    Apply it directly to the function, below other decorators. ``torch.compiler.disable`` instead
-    imports the compiler, which takes a second of processor time on every rank.
+    Apply this decorator directly to the function, below other decorators.
+    ``torch.compiler.disable`` instead imports the compiler, which takes a second of processor time
+    on every rank.
     """
     if hasattr(_frames, "set_code_exec_strategy"):  # 2.7
         skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -170,7 +171,7 @@ def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``GradScaler`` leave unscaling, and the skipping of steps, to ``optimizer.step()``."""
+    """Make ``optimizer.step()``, instead of ``GradScaler``, unscale gradients and skip steps."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 

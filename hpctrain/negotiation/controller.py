@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """Accepts requests from any thread, and executes each once all ranks have submitted it.
+    """Accepts requests from any thread; executes a request when all ranks have submitted it.
 
-    A caller that waits for an operation drives the ``ProgressEngine``; otherwise the thread of the
-    ``EngineDriver`` does. The constructor is collective over ``comm``: it creates mailboxes.
+    A caller that waits for an operation drives the ``ProgressEngine``. Without such a caller,
+    the thread of the ``EngineDriver`` drives the engine. The constructor is collective over
+    ``comm``: it creates mailboxes.
 
     Args:
         comm: the ranks. No other code may use this communicator; ``close`` closes it.
@@ -64,7 +65,7 @@ class Controller:
         self._driver = EngineDriver(self._progress, cycle_s, timeout_s)
         self._stalls, self._is_open = stalls, True
         self._refusal: HorovodInternalError | None = None
-        """Error that new operations raise on this rank; other ranks may still accept some."""
+        """Error that new operations raise on this rank; other ranks may accept operations."""
         self._repeated: dict[str, Repeated] = {}
         self._owner = Owner()
 
@@ -99,9 +100,10 @@ class Controller:
         *,
         is_awaited: bool = False,
     ) -> Handle | None:
-        """Start a reduction that was passed to ``repeat``; return None if its signature differs.
+        """Start a reduction that was passed to ``repeat``; return None if the signature differs.
 
-        ``name`` is the name that was passed to ``repeat``; ``submit`` documents the rest.
+        ``name`` is the name that was passed to ``repeat``; ``submit`` documents the other
+        arguments.
         """
         repeated = self._repeated.get(name)
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
@@ -119,8 +121,8 @@ class Controller:
         """Execute a reduction that was passed to ``repeat``, without a handle.
 
         Returns False, without an effect, if other operations of this rank are in flight, if the
-        signature differs, or if the compiled kernel does not support the tensor. Raises as
-        ``Handle.wait``.
+        signature differs, or if the compiled kernel does not support the tensor. Raises the
+        errors of ``Handle.wait``.
         """
         repeated = self._repeated.get(name)
         if (
@@ -179,7 +181,7 @@ class Controller:
         return self._progress.broken is not None
 
     def shut_down(self) -> None:
-        """Fail all operations, without synchronizing the ranks by a final one. Collective."""
+        """Fail all operations; no final operation synchronizes the ranks. Collective."""
         self._progress.shut_down()
 
     def close(self) -> None:

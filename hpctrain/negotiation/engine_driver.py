@@ -103,7 +103,7 @@ class EngineDriver:
 
     @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
-        """Wait until an operation is complete; drive the engine unless another thread does.
+        """Wait until an operation is complete; drive the engine unless another thread drives it.
 
         Args:
             handle: the operation.
@@ -238,7 +238,10 @@ class EngineDriver:
             raise
 
     def _pass_on(self, *, drives: bool) -> None:
-        """Wake a waiting caller or the background thread, unless one drives. Needs the lock."""
+        """Wake a waiting caller or the background thread, unless a thread drives the engine.
+
+        The caller must hold the lock.
+        """
         if drives:
             self._is_driven = self._is_sleeping = False
         if self._is_driven:

@@ -32,7 +32,7 @@ _MAX_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
-    """Divide requests into groups that are executed together; return the indices of each.
+    """Divide requests into groups that are executed together; return the indices of each group.
 
     The result depends on the signatures only, so it is the same on all ranks. All-reduces of the
     same dtype, operation and factors are fused up to ``fusion_bytes``, at the position of the
@@ -59,7 +59,7 @@ def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
 
 
 def fusible_bytes(request: Request) -> int | None:
-    """Return the number of bytes that a request adds to a fused message; None if it cannot."""
+    """Return the bytes that a request adds to a fused message; None if it cannot be fused."""
     signature = request.signature
     if signature.kind is not Kind.ALLREDUCE or signature.op is ReduceOp.ADASUM:
         return None
@@ -210,13 +210,14 @@ class Executor:
         """Execute the requests of ``handles`` and store each result, or error, in its handle.
 
         Collective: the requests of all ranks have the same signatures, in the same order. If an
-        operation fails, all operations of the same message fail; later ones are executed, unless
-        a rank was lost.
+        operation fails, all operations of the same message fail; later operations are executed,
+        unless a rank was lost.
 
         Args:
             handles: the operations.
             timeline: timeline to record, or None.
-            batch: batch of the operations, which caches which operations share a message.
+            batch: batch of the operations; stores which operations share a message, for later
+                calls.
         """
         found = batch.runs if batch is not None else None
         if found is None:
@@ -276,7 +277,7 @@ class Executor:
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
         """Reduce requests with the same operation and factors.
 
-        Requests have one dtype, except that a single request may have several.
+        Several requests must have the same dtype. A single request may have several dtypes.
         """
         results: list[Result] = [
             each.tensors if each.in_place else [_empty(tensor) for tensor in each.tensors]

@@ -28,16 +28,16 @@ States of a rank (``PathState``)::
 
     on rank 0 of a node
     PREPARED   all words are equal, and there is one node   IDLE         committed, stores it
-    PREPARED   all words are equal, and there are others    VOTING
-    PREPARED   a rank is busy, or has prepared another      IDLE         aborted
+    PREPARED   all words are equal, on several nodes        VOTING
+    PREPARED   a rank is busy, or its number differs        IDLE         aborted
     PREPARED   withdraw()                                   IDLE
     VOTING     all nodes voted for the same number          IDLE         committed, stores it
     VOTING     a node refused                               IDLE         aborted, stores ABORTED
     not VOTING set_busy(True)                               BUSY         aborted, stores ABORTED,
-                                                                         refuses the others' vote
+                                                                         refuses other nodes' vote
 
 Source: Gray 1978, "Notes on data base operating systems", for two-phase commit. Differs: there is
-no log, as ranks that wait detect a dead one.
+no log, because waiting ranks detect dead ranks.
 """
 
 import ctypes
@@ -76,7 +76,8 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""The number of its messages does not depend on the size, which a node that refuses lacks."""
+"""Schedule of votes. The number of messages does not depend on the size of the tensor, which a
+node that refuses does not know."""
 _REFUSED = -1
 _CALL = b""  # sent by a node that receives before it sends
 _NUMBER_BYTES = 8
@@ -238,7 +239,7 @@ class NodeCommit:
             self._ring_root()
 
     def record(self, code: int, word: int) -> bool:
-        """Record that the kernel has prepared ``word``; return whether that is committed."""
+        """Record the kernel's result ``code`` for ``word``; return True if it is a commit."""
         if code == DONE:
             self.num_commits += 1
         elif code == LATE:
@@ -248,8 +249,8 @@ class NodeCommit:
     def poll(self) -> bool | None:
         """Return True if the prepared operation is committed, False if aborted, else None.
 
-        After a commit, the data of all ranks are valid until a rank prepares the second next
-        operation.
+        After a commit, the data of all ranks are valid until a rank prepares the operation after
+        the next one.
         """
         if self.state is not _PREPARED:
             return self._outcome() if self.state is _VOTING else False
@@ -386,7 +387,7 @@ class FastPath:
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, signature: Signature) -> Known | None:
-        """Return the repeated operation of this name and signature; None if it has no number."""
+        """Return the repeated operation of this name and signature; None if none has a number."""
         known = self._known.get(name)
         if (
             known is not None

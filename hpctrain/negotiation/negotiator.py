@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class QuestionRelay:
-    """Sends questions of any rank to all ranks, and their answers to the root.
+    """Sends questions of any rank to all ranks, and the answers of all ranks to the root.
 
-    A question is, for example, whether a rank has submitted an operation that others wait for.
-    Questions pass through the root, which determines their order, so the order is the same on all
-    ranks. Questions and answers may be any picklable objects. Any thread may append to ``asked``;
-    everything else is not thread-safe.
+    A question is, for example, whether a rank has submitted an operation that other ranks wait
+    for. Questions pass through the root, which determines their order, so the order is the same on
+    all ranks. Questions and answers may be any picklable objects. Any thread may append to
+    ``asked``; everything else is not thread-safe.
 
     Args:
         rank: this rank.
@@ -140,7 +140,7 @@ class Negotiator:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank waits for a decision, has one to execute, or has joined."""
+        """Whether this rank waits for a decision, has a decision to execute, or has joined."""
         return bool(self._announced or self._batches) or self._pending.joined[OWN]
 
     # -- messages ---------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Negotiator:
         self._batches.append(batch)
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
-        """Apply a decision: remove the decided operations, and assign numbers to new ones."""
+        """Apply a decision: remove the decided operations and assign numbers to new names."""
         known, numbers = self.cache.entries, self.cache.numbers
         entries = [known[item] if isinstance(item, int) else item for item in items]
         names = [entry.name for entry in entries]
@@ -321,7 +321,7 @@ def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str |
 
 
 def _differing(signatures: list[Signature]) -> tuple[list[Signature], str]:
-    """Reduce the signatures of a large group to tensors that differ; return a note on these."""
+    """Return the signatures with only the differing tensors of a large group, and a note."""
     counts = {len(signature.dtypes) for signature in signatures}
     total = max(counts)
     if total <= _NUM_SHOWN or len(counts) > 1:

@@ -22,8 +22,8 @@ class ResponseCache:
 
     Only decisions change the cache, so the cache is the same on every rank after the same
     decisions. The name of a number never changes. The signature of a number changes only after
-    all ranks have announced the new one, so receivers interpret a message in flight as its sender
-    does.
+    all ranks have announced the new signature, so receivers interpret a message in flight as its
+    sender does.
 
     Args:
         num_slots: maximum number of names, at most 65536, the same on all ranks; later names get
@@ -61,7 +61,7 @@ class ResponseCache:
         return found
 
     def put(self, name: str, signature: Signature) -> None:
-        """Assign a number to a name; if the name has one, replace the signature of the number."""
+        """Assign a number to a name; if the name has a number, replace the number's signature."""
         self._batches.clear()
         self._last = None
         slot = self.numbers.get(name)
@@ -122,7 +122,8 @@ class PendingTable:
     def add_name(self, source: int, name: str, parts: list[Part]) -> None:
         """Record that ``source`` has announced an operation that has no number.
 
-        An operation whose signature differs from that of its number counts as one without number.
+        An operation counts as one without number if its signature differs from the signature of
+        the number.
         """
         self._parts.setdefault(name, {})[source] = parts
         self._touched[name] = None

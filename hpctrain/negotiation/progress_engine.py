@@ -68,7 +68,7 @@ class ProgressEngine:
         """Operation that waits for rank 0 to commit or abort it."""
         self._aborted: Handle | None = None  # last aborted operation: uses control messages
         self.closing: Handle | None = None
-        """Operation after which this rank announces no other."""
+        """Operation after which this rank announces no further operation."""
         self._is_closed = False  # whether other ranks closed the set after this rank joined
         self._executing: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
@@ -80,7 +80,7 @@ class ProgressEngine:
         return bool(queue.in_flight or queue.joining or queue.submitted or self.questions)
 
     def advance(self) -> bool:
-        """Process control messages and execute decided operations, until there are none.
+        """Process all control messages and execute all decided operations.
 
         Returns:
             True if an operation has completed or failed.
@@ -110,7 +110,10 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Run ``handle`` on the fast path as far as possible, if no other is in flight."""
+        """Run ``handle`` on the fast path as far as possible.
+
+        A no-op if another operation is in flight.
+        """
         queue, submitted = self.queue, self.queue.submitted
         if len(submitted) != 1 or submitted[0] is not handle:
             return
@@ -128,8 +131,9 @@ class ProgressEngine:
         """Execute a reduction by the kernel, if no other operation of this rank is in flight.
 
         Returns:
-            True if it is complete; False if it was not executed, because other operations are in
-            flight or the kernel does not support it; else its handle, for which ``driver`` waits.
+            True if the reduction is complete. False if it was not executed, because other
+            operations are in flight or the kernel does not support it. A handle if the reduction
+            is still in progress; ``driver`` then waits for the handle.
         """
         queue, fast_path, name = self.queue, self.fast_path, repeated.name
         if fast_path is None or queue.in_flight or queue.submitted or queue.joining or queue.held:
@@ -249,9 +253,9 @@ class ProgressEngine:
         return True
 
     def _poll_prepared(self) -> bool:
-        """Execute the prepared operation if it is committed; announce it if it is aborted.
+        """Execute the prepared operation after a commit; announce the operation after an abort.
 
-        Returns True if it was executed.
+        Returns True if the operation was executed.
         """
         if self.fast_path is None or self._prepared is None:
             return False

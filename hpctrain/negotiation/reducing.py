@@ -74,14 +74,14 @@ def recipe(
 
 
 def recipe_of(signature: Signature, size: int, dtype: torch.dtype | None = None) -> Recipe:
-    """Return the recipe of an operation for ``dtype``, by default its first dtype."""
+    """Return the recipe of an operation for ``dtype``; default: the signature's first dtype."""
     _, dtypes, _, op, prescale, postscale, _, _ = signature
     assert op is not None
     return recipe(dtype or dtypes[0], op, prescale, postscale, size)
 
 
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
-    """Replace ``values`` by their reduction over all ranks. Collective; any strides."""
+    """Replace ``values``, with any strides, by their reduction over all ranks. Collective."""
     if how.is_plain:
         comm.allreduce_(values, op=how.op, scale=how.scale).wait()
         return
@@ -111,7 +111,7 @@ def reduce_scatter(
 
 
 def multiply_(values: Tensor, factor: float | None) -> None:
-    """Multiply ``values`` in place; integers in float64, rounded towards zero."""
+    """Multiply ``values`` in place; products of integers are rounded towards zero."""
     if factor is None:
         return
     if values.is_floating_point() or values.is_complex():

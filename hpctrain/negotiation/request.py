@@ -1,4 +1,4 @@
-"""Requests of one rank, their signatures, which ranks compare, and their handles."""
+"""Requests of one rank, with their handles, and the signatures that the ranks compare."""
 
 import enum
 import time
@@ -190,7 +190,7 @@ class Handle:
         driver: executes operations while a caller waits; None if the creator completes the
             handle.
         request: the operation.
-        name: name of the operation; by default that of the request.
+        name: name of the operation; by default the name of the request.
         take: converts the result to the return value of ``wait``.
     """
 
@@ -291,7 +291,7 @@ class Repeated:
         self._postscale = signature.postscale
 
     def fits(self, tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> bool:
-        """Return True if a reduction with these arguments has this signature."""
+        """Return True if a reduction with these arguments has the stored signature."""
         return (
             isinstance(tensor, Tensor)  # type: ignore[redundant-expr]
             and tensor.dtype is self._dtype
@@ -305,7 +305,7 @@ class Repeated:
 
 
 class TensorHandle(Handle):
-    """Handle of a repeated operation, with little state, since there may be thousands."""
+    """Handle of a repeated operation, with little state, since thousands of handles may exist."""
 
     __slots__ = ("_made", "repeated", "tensor")
 

@@ -118,7 +118,7 @@ def _consequence(question: Question, abort_s: float) -> str:
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
-    """Return a line for each operation that some ranks wait for and others have not submitted."""
+    """Return a line for each operation that some ranks wait for and other ranks did not submit."""
     lines = []
     for name, age_s in inquiry.question.ages_s.items():
         waiting = [n for n, answer in inquiry.answers.items() if name in answer.waiting]
@@ -365,10 +365,10 @@ class StallWatch:
                 self._end(HANG)
 
     def reports(self, now: float) -> list[tuple[str, bool]]:
-        """Return the finished reports, each with whether all ranks must end.
+        """Return the finished reports, each with True if all ranks must end.
 
-        On the root, a report is finished when all ranks have answered or its deadline is over. On
-        any rank, a question that the root has not forwarded in time gives a report.
+        On the root, a report is finished when all ranks have answered or the time for answers is
+        over. On any rank, a question that the root has not forwarded in time gives a report.
         """
         lost = [question for question, until in self._unanswered.values() if now >= until]
         for question in lost:

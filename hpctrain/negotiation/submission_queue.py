@@ -10,15 +10,16 @@ from hpctrain.negotiation.request import Handle, Kind
 JOIN = "<join>"  # name of handles that wait until all ranks have joined
 CLOSE = "<close>"  # name of the final operation
 NUM_UNNAMED = 1024
-"""Operations without a name get numbers modulo this one, so that the names repeat and are cached.
-A later operation of the same number is held until the earlier one is complete."""
+"""Operations without a name get numbers modulo this value, so that the names repeat and are
+cached. A later operation of the same number is held until the earlier one is complete."""
 
 
 class SubmissionQueue:
     """Stores the operations of this rank in flight, at most one of each name. Thread-safe.
 
-    Operations of one name are announced in the order of ``enter``, which names operations without
-    a name by kind and number. A join or close is announced after all operations before it.
+    Operations of one name are announced in the order of the calls of ``enter``. ``enter`` assigns
+    a name, with kind and number, to an operation without a name. A join or close is announced
+    after all operations that were entered before it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class SubmissionQueue:
         self._numbering = threading.RLock()
 
     def enter(self, handle: Handle) -> None:
-        """Add an operation; assign a name if it has none.
+        """Add an operation; assign a name to an operation without a name.
 
         Raises:
             DuplicateNameError: an operation of this user-defined name is in flight.

@@ -39,7 +39,7 @@ class Timelines:
         self._rank, self._size = rank, size
 
     def start(self, path: str | Path, *, mark_cycles: bool = False) -> None:
-        """Stop the current timeline, and start one; a no-op if both have the same path. Local.
+        """Stop the current timeline and start a new one; a no-op if the path is the same. Local.
 
         Logs a warning if the file cannot be created.
 
@@ -125,7 +125,7 @@ class Timeline:
         self._add("B", name, title, num_bytes)
 
     def end(self, name: str, moved: Traffic | None = None) -> None:
-        """Record the end of the innermost slice of ``name``; ``moved`` is its traffic."""
+        """Record the end of the innermost slice of ``name``; ``moved`` is the slice's traffic."""
         self._add("E", name, None, moved)
 
     def rank_ready(self, name: str, rank: int) -> None:

@@ -23,12 +23,12 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return True if mpi4py is installed; it finds the MPI library at run time."""
+    """Return True if mpi4py is installed, which finds the MPI library at run time."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Return False: ranks communicate through MPI and shared memory, without compiled code."""
+    """Return False: ranks communicate through MPI and shared memory, not through Gloo."""
     return False
 
 

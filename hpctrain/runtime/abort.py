@@ -104,7 +104,7 @@ class FailureHooks:
     """Hooks of one process that end all ranks after an uncaught exception, and report crashes.
 
     Not collective. Used in worlds of more than one rank. An exception in a thread that neither
-    computes nor communicates, such as that of a progress bar, is only printed.
+    computes nor communicates, such as the thread of a progress bar, is only printed.
 
     Args:
         world: ranks to end.
@@ -241,10 +241,10 @@ class FailureHooks:
 
 
 def computes(trace: TracebackType | None) -> bool:
-    """Return True if a frame of an exception belongs to torch or hpctrain, or uses one of them.
+    """Return True if a frame of an exception belongs to torch or hpctrain, or uses its objects.
 
-    A frame uses either if a local variable is a tensor, a model, an optimizer or another object
-    of the two packages.
+    A frame uses such objects if a local variable is a tensor, a model, an optimizer or another
+    object of torch or hpctrain.
     """
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     names = [str(frame.f_globals.get("__name__")) for frame in frames]

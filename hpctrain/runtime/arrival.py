@@ -17,8 +17,8 @@ from hpctrain.core.torch_compat import warn_if_untested
 def configure_torch(found: Connection) -> None:
     """Set the number of threads and the accelerator of this rank in torch. Local.
 
-    The accelerator is the one with the rank's number on its host. The current device is kept if
-    only one is visible, as with ``srun --gpus-per-task=1``, or if it is not device 0.
+    The index of the accelerator is the number of the rank on its host. The current device is kept
+    if only one device is visible, as with ``srun --gpus-per-task=1``, or if its index is not 0.
     """
     torch.set_num_threads(found.plan.threads)
     count = torch.accelerator.device_count()
@@ -27,7 +27,7 @@ def configure_torch(found: Connection) -> None:
 
 
 def update_torchrun_variables(here: Topology) -> None:
-    """Update the environment variables of torchrun, if they are set, to this world.
+    """Set the variables of torchrun to the ranks of this world, if torchrun set these variables.
 
     The world may be smaller than the launch, because spares wait and ranks may be lost.
     """

@@ -26,7 +26,8 @@ _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Job:
     """Function call in a Slurm job, created by ``hpctrain.submit``.
 
-    The names are submitit's. Every method queries Slurm or reads files that all nodes see.
+    The methods have the names of submitit. Every method queries Slurm or reads files that all
+    nodes see.
 
     Args:
         number: number of the Slurm job.
@@ -82,9 +83,9 @@ class Job:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """Wait for the end of the job; return the function's results by rank.
 
-        Raises ``RankError``: the function raised; holds the traceback of the first rank that
-        raised, with the exception itself as its cause. ``LaunchError``: the job ended without all
-        results. ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
+        Raises ``RankError``: the function raised; the error has the traceback of the first rank
+        that raised, with the exception itself as its cause. ``LaunchError``: the job ended without
+        all results. ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
         self.wait(timeout_s)
         end_s = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)

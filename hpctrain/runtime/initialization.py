@@ -65,7 +65,7 @@ def init(
         comm: ranks of the world, if not all. A list of ranks: the i-th becomes rank i, and only
             these ranks call ``init``. An mpi4py communicator: its ranks are the world, so that
             several worlds can train concurrently. A list of communicators: the first is the
-            world, each other one a process set.
+            world, and each other communicator is a process set.
         process_sets: process sets to register, the same on every rank; ``"dynamic"`` registers
             none.
         ranks_per_node: declares nodes of this size on one host, so that a laptop runs the
@@ -133,7 +133,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
 def join(settings: Settings, chosen: object = None) -> None:
     """Join the world with complete settings. Collective.
 
-    A spare waits in this function until it replaces a lost rank, or exits.
+    A spare waits in this function until the spare replaces a lost rank, or exits.
     """
     if is_initialized():
         return
@@ -245,7 +245,7 @@ def _make(
 
 
 def _begin(made: World, found: Connection) -> None:
-    """Start logs, records and the timeline of a world, and register its shutdown at exit."""
+    """Start logs, records and the timeline of a world; register the shutdown of the world."""
     settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)
@@ -272,14 +272,15 @@ def shutdown() -> None:
     """Leave the world; afterwards only ``init`` may be called.
 
     Collective: waits for all ranks, at most ``HPCTRAIN_TIMEOUT``. A no-op before ``init`` and in a
-    second call. ``MPI.Finalize()`` calls it automatically.
+    second call. ``MPI.Finalize()`` calls this function automatically.
 
     The ranks compare the state after the last step of each ``DistributedOptimizer``: the number of
-    steps and the weights; for a sharded model the replicated values, their optimizer state, and
-    the settings. The comparison skips replicas of whole models that a rank has modified since the
-    step, as under ``torch.no_grad()``; torch does not detect writes to ``.data``. The comparison
-    also skips an optimizer that some ranks no longer have, after an error or after loading a
-    state. The ranks compare no states while one of them handles an exception.
+    steps and the weights. For a sharded model, the ranks compare the replicated values, the
+    optimizer state of these values, and the settings of the optimizer. The comparison skips
+    replicas of whole models that a rank has modified since the step, as under ``torch.no_grad()``;
+    torch does not detect writes to ``.data``. The comparison also skips an optimizer that some
+    ranks no longer have, after an error or after loading a state. The ranks compare no states
+    while one of them handles an exception.
 
     Raises:
         ReplicaError: the states differ; on every rank, after the world has ended. If the program

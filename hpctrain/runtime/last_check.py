@@ -1,7 +1,7 @@
-"""Comparison of the states after the last step, by all ranks, at the end of a program.
+"""Comparison of models and optimizers between the ranks at the end of a program.
 
 Before each step the ranks compare the states after the previous step. This module compares the
-states after the last one.
+states after the last step.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class LastStates:
 
 
 class OpenedSteps(Protocol):
-    """Step protocol of the distributed optimizers on one communicator."""
+    """Interface of the steps of all distributed optimizers of one communicator."""
 
     last_states: LastStates | None
     """State of each optimizer after its last step; None if states are not compared."""
@@ -101,7 +101,7 @@ def compare(
     check_weights: str,
     gather: "Gather",
 ) -> str:
-    """Return a message on states that differ between the ranks, if that is an error. Collective.
+    """Return a message on states that differ, if differences are an error. Collective.
 
     The states of a rank that handles an exception count as missing. If named operations have
     failed on some rank, they are shut down on all ranks.
@@ -127,7 +127,10 @@ def compare(
 def _difference(
     gather: "Gather", mine: Mapping[str, Left], *, is_strict: bool
 ) -> tuple[str, bool]:
-    """Return a message on differing states, or "", and whether a rank is strict. Collective.
+    """Return a message on differing states, and whether they are an error. Collective.
+
+    The message is empty if no states differ. Differences are an error if ``is_strict`` is true on
+    any rank.
 
     The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
     missing on some rank is skipped. Costs one small message per rank if all states are equal.
@@ -159,7 +162,7 @@ def _difference(
 
 
 def _differing(of_ranks: Sequence[Left | None]) -> dict[str, str]:
-    """Return the differing values of one optimizer by name, with the ranks."""
+    """Return the differing values of one optimizer by name, with the ranks of each value."""
     having = {rank: left for rank, left in enumerate(of_ranks) if left is not None}
     members, _ = next(iter(having.values()))
     if set(having) != set(members):

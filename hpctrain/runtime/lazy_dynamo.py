@@ -50,7 +50,7 @@ class Finder:
         self.specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, *_path_and_target: object) -> ModuleSpec | None:
-        """Return None, unless ``name`` is a submodule and the stub is in ``sys.modules``."""
+        """If ``name`` is a submodule, load the package and return the spec; else return None."""
         if not name.startswith(f"{DYNAMO}.") or sys.modules.get(DYNAMO) is not self.stub:
             return None
         load(self.stub)
@@ -69,7 +69,7 @@ class Finder:
 
 
 def load(stub: DynamoStub) -> ModuleType:
-    """Replace the stub by the package, and clear the marks of functions that it returned."""
+    """Replace the stub by the package, and remove torch's marks from functions of ``disable``."""
     with stub.lock:
         if sys.modules.get(DYNAMO) is stub:
             set_dynamo(None)

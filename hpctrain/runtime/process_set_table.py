@@ -107,7 +107,7 @@ class Registered:
         """This rank's number in the set; None outside of the set."""
         self.is_open = True
         self.inside: Communicator | None = None
-        """Communicator for buckets in the thread of the caller; None outside of the set."""
+        """Communicator for buckets without a thread; None outside of the set."""
         self.comm: Communicator | None = None  # the same in the thread of the plan, if any
         self.controller: Controller | None = None
         """Executes named operations; None outside of the set."""
@@ -127,8 +127,8 @@ class ProcessSets:
     The constructor is collective: it creates the controller of set 0.
 
     Args:
-        inside: communicator of all ranks in the thread of the caller; the world closes it.
-        comm: communicator of all ranks in the thread of the plan; the world closes it.
+        inside: communicator of all ranks without a thread; the world closes it.
+        comm: the same, with a thread if the plan overlaps by threads; the world closes it.
         controllers: common arguments of the controllers.
     """
 
@@ -164,7 +164,7 @@ class ProcessSets:
     def communicator(self, process_set: Registrable | None) -> Communicator:
         """Return the communicator of a set for buckets, which its controller does not use.
 
-        Raises as ``registered``; None is the set of all ranks.
+        Raises as ``registered``. None means the set of all ranks.
         """
         found = self.everyone if process_set is None else self.registered(process_set)
         assert found.comm is not None
@@ -203,9 +203,9 @@ class ProcessSets:
         """Return a set for each entry, and create missing ones. Collective over the world.
 
         Args:
-            asked: ranks of each set, and whether they are the ranks of a communicator. Ranks pass
-                identical entries, except for a communicator, where a rank passes the ranks of its
-                own communicator.
+            asked: ranks of each set, and whether the set was created from a communicator. All
+                ranks pass identical sets of ranks. For a set of a communicator, each rank passes
+                the ranks of the communicator that contains it.
             new: True if existing sets are an error.
 
         Raises:
@@ -253,7 +253,7 @@ class ProcessSets:
         return True
 
     def break_off(self, reason: str) -> None:
-        """Fail all pending operations, and all operations until ``renew``, of this rank's sets.
+        """Fail the pending operations of this rank's sets, and later ones until ``renew``.
 
         Not collective; the operations fail on all ranks of these sets.
         """
@@ -283,9 +283,9 @@ class ProcessSets:
                 one.comm.drop()
 
     def shut_down_broken(self, gather: "Gather") -> None:
-        """Shut down all controllers if one has failed on some rank, which cannot participate.
+        """Shut down all controllers if a controller has failed on some rank.
 
-        Collective over the world.
+        The failed controller cannot synchronize the ranks. Collective over the world.
         """
         mine = any(controller.is_broken for controller in self.controllers())
         if b"broken" in gather(b"broken" if mine else b"well"):

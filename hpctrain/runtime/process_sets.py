@@ -27,7 +27,7 @@ class ProcessSet:
             communicator of ranks of the world that contains the calling rank.
 
     Raises:
-        ConfigError: the argument is neither.
+        ConfigError: the argument is neither a list of ranks nor a communicator.
     """
 
     def __init__(self, ranks_or_comm: "Iterable[int] | MpiComm") -> None:
@@ -63,7 +63,10 @@ class ProcessSet:
 
     @property
     def registered(self) -> "Registered | None":
-        """Entry in the table of a world, which may have been shut down."""
+        """Entry of this set in the table of its world; None before it is registered.
+
+        The entry remains after the shutdown of the world.
+        """
         return self._registered
 
     def size(self) -> int | None:
@@ -154,12 +157,13 @@ global_process_set: ProcessSet = _GlobalProcessSet([])
 
 
 def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
-    """Register a process set, and return it. Collective: every rank of the world calls it.
+    """Register and return a process set. Collective over all ranks of the world.
 
     Sets can be added and removed at any time, without Horovod's HOROVOD_DYNAMIC_PROCESS_SETS.
 
     Args:
-        process_set: the same ranks on every rank, or a set of a communicator on each.
+        process_set: a set of the same ranks on every rank, or, on each rank, a set of a
+            communicator that contains the rank.
 
     Raises:
         NotInitializedError: ``init`` was not called.
@@ -175,7 +179,7 @@ def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set. Collective: every rank of the world calls it.
+    """Remove a process set. Collective over all ranks of the world.
 
     Operations that all ranks of the set have submitted complete first.
 
@@ -190,7 +194,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -> int:
-    """Return the number in a process set of a rank of the world. Local.
+    """Convert ``rank``, a rank of the world, to a rank in a process set. Local.
 
     Args:
         process_set: the set; None for all ranks.

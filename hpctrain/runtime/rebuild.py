@@ -45,10 +45,10 @@ class Rebuild:
 
         Args:
             stage: stage of rebuilding; objects of one stage in the order of registration.
-            renew: rebuilds the object; None if it does not depend on the ranks.
+            renew: rebuilds the object; None if the object does not depend on the ranks.
             close: closes the object; None if no action is needed.
             move: rebuilds the object in a world of other ranks, where it registers again; None if
-                it ends with this world.
+                the object ends with this world.
         """
         self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable
@@ -76,7 +76,7 @@ class Rebuild:
         self._left_behind = left
 
     def move(self) -> None:
-        """Move the objects of the previous world into this one. Collective.
+        """Move the objects of the previous world into this world. Collective.
 
         After an error, the remaining objects are kept for the next attempt or world.
         """

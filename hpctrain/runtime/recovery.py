@@ -79,7 +79,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
 
 
 def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int]:
-    """Shrink the world after an error caused by lost ranks; return these ranks.
+    """Shrink the world after an error caused by lost ranks; return the lost ranks.
 
     Collective over the survivors, each of which has caught such an error.
 
@@ -118,7 +118,7 @@ def ends_with_losses(remedy: str) -> Iterator[None]:
 
 
 def give_up(error: Exception) -> NoReturn:
-    """Raise an MPI error that reports a lost rank as ``RankLostError``, other errors unchanged.
+    """Raise ``RankLostError`` for an MPI error that reports a lost rank, or else ``error``.
 
     Not collective: the error names the ranks that this rank knows to be lost.
     """
@@ -154,7 +154,7 @@ def _is_of_loss(error: BaseException) -> bool:
 
 
 def _have_all_succeeded(*, has_succeeded: bool) -> bool:
-    """Return True if no rank has failed or is lost; the same on all survivors. Collective.
+    """Return True on all survivors if no rank has failed or is lost. Collective.
 
     If this rank has failed, ranks that wait in this world raise an error. All ranks end with exit
     code 87 after ``HPCTRAIN_TIMEOUT`` seconds: MPI does not detect ranks that are stopped, or that
@@ -208,7 +208,7 @@ def _shrink(
 
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """End all ranks with exit code 87 if the block takes longer, as MPI has no time limit."""
+    """End all ranks with exit code 87 if the block takes longer than ``limit_s``."""
     hooks, presence = world.current().attachments.hooks, world.current().presence
     assert hooks is not None
     assert presence is not None

@@ -25,7 +25,7 @@ _WORKER = "from hpctrain.runtime.run import work; work()"
 
 
 class RankError(HpctrainError):
-    """Error of the function on a rank; ``__cause__`` is that exception if it can be pickled."""
+    """Error of the function on a rank; ``__cause__`` is the rank's exception, if picklable."""
 
     def __init__(self, rank: int, summary: str, remote_traceback: str):
         super().__init__(f"rank {rank}: {summary}\n\n{remote_traceback.rstrip()}")

@@ -232,7 +232,7 @@ class CommonStop:
         self._is_over = False
 
     def is_asked(self) -> bool:
-        """Return True if a rank has a request. Collective; costs one small all-reduce."""
+        """Return True if a rank has a request to stop. Collective; costs one small all-reduce."""
         fault = ""
         if self._requests is None:
             if threading.current_thread() is threading.main_thread():

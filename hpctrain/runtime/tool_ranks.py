@@ -9,10 +9,10 @@ from hpctrain.runtime import initialization, world
 
 
 def join() -> Communicator:
-    """Join all ranks of the launch; they wait for each other without a time limit.
+    """Join all ranks of the launch. Collective.
 
-    Collective. The ranks do unequal shares of the work, so that one may wait long for another:
-    only ``HPCTRAIN_TIMEOUT`` limits these waits. The death of a rank is noticed at once.
+    The ranks have unequal shares of the work, so they wait for each other without a time limit
+    unless ``HPCTRAIN_TIMEOUT`` is set. The death of a rank is detected at once.
 
     Raises:
         ConfigError: a setting is not valid.

@@ -1,8 +1,8 @@
 """The backend ``hpctrain`` of torch.distributed, whose groups consist of ranks of the world.
 
-The entry point ``torch.backends`` imports this module with torch, so other modules are imported
-only when a group is created. A module that imports torch before this one is incomplete then, also
-``core/torch_compat``, so this module imports none of them.
+``import torch`` imports this module through the entry point ``torch.backends``. If a module of
+hpctrain, such as ``core/torch_compat``, has caused ``import torch``, that module is still
+incomplete. So this module imports modules that need torch only when a group is created.
 """
 
 from collections.abc import Iterator
@@ -46,5 +46,5 @@ def register() -> None:
 
 
 def _create(options: Any, _: object = None) -> Any:
-    """Create a group of the ranks that torch passes; of all ranks if none. Collective."""
+    """Create a group of the ranks that torch passes, or else of all ranks. Collective."""
     return imported("hpctrain.runtime.torch_groups:create")(options)

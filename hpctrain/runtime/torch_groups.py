@@ -43,7 +43,7 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def _limit_of(timeout: timedelta) -> Limit:
-    """Return the limit of waits of a group; with torch's default, at most that of the world."""
+    """Return the longest wait of a group; with torch's default, at most the limit of the world."""
     if timeout != dist.default_pg_timeout:
         return Limit(timeout.total_seconds(), "timeout")
     settings = world.current().settings if world.is_initialized() else Settings.from_env()
@@ -51,7 +51,7 @@ def _limit_of(timeout: timedelta) -> Limit:
 
 
 def create(options: Any) -> HpctrainGroup:
-    """Create a group of the ranks that torch passes; of all ranks if none. Collective."""
+    """Create a group of the ranks that torch passes, or else of all ranks. Collective."""
     initialization.init()
     here = world.current()
     topology, ranks = here.topology, list(options.global_ranks_in_group)

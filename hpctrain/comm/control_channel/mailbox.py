@@ -1,7 +1,7 @@
 """Mailboxes, which send control messages between neighbours in a tree of ranks.
 
-Messages pass through ring buffers within a node, and through MPI between nodes. Each rank has a
-doorbell, a semaphore on which it sleeps and which senders on its node post.
+Messages pass through ring buffers within a node, and through MPI between nodes. Each rank
+sleeps on its doorbell, a semaphore that senders on the same node post.
 """
 
 import ctypes
@@ -69,11 +69,11 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     """Return the parent and the children of ``rank`` in the tree of all ranks.
 
     The first ranks of the nodes form a tree, and the ranks of each node form a tree below its
-    first rank, so that messages of a node leave the node once.
+    first rank. So only the first rank of a node communicates with other nodes.
 
     Args:
-        nodes: ranks of each node, that is, ranks that share memory, in any order. Together they
-            are 0, 1, ..., n - 1.
+        nodes: ranks of each node, in any order. A node is a set of ranks that share memory. All
+            nodes together contain ranks 0 to n - 1.
         rank: the rank.
     """
     members = sorted(sorted(ranks) for ranks in nodes)
@@ -121,7 +121,7 @@ class Mailbox:
         tree: parent and children of this rank.
         edges: rings to and from each neighbour on this node, by rank.
         doorbell: wakes this process.
-        network: sends messages to neighbours on other nodes; None without them.
+        network: sends messages to neighbours on other nodes; None if there are none.
         channel: shared words of the node; None without node memory.
         watch: performs all waits.
         pace: durations of spinning, yielding and sleeping.
@@ -184,9 +184,9 @@ class Mailbox:
     def flush(self, *, down: bool = False) -> None:
         """Wait until all messages have left this rank.
 
-        Must be called before another wait. A large message leaves while its receiver calls
-        ``receive``, ``flush`` or ``sleep``. Messages that arrive during the wait are stored, so
-        that neighbours that send can continue, too.
+        The caller must call this method before it waits for other ranks. A large message leaves
+        while its receiver calls ``receive``, ``flush`` or ``sleep``. Messages that arrive during
+        the wait are stored, so that neighbours that send can continue, too.
 
         Args:
             down: wait only for messages to children.

@@ -13,8 +13,8 @@ _MAIL, _VOTE = 0, 1  # tags
 class Network:
     """Sends and receives control messages between nodes, without waiting.
 
-    Votes, the messages of ``negotiation.fast_path``, are stored apart from other messages. Each
-    message must be smaller than 2 GiB.
+    Votes, the messages of ``negotiation.fast_path``, are stored separately from other messages.
+    Each message must be smaller than 2 GiB.
 
     Args:
         comm: communicator that no other object uses; ``close`` frees it.

@@ -1,7 +1,8 @@
 """A ring buffer in shared memory: one process writes messages, another process reads them.
 
-Only the writer stores the counter of bytes written, and only the reader that of bytes read. Each
-message follows its length in a stream, so a message may be larger than the ring.
+Only the writer stores the counter of written bytes, and only the reader stores the counter of read
+bytes. The ring is a byte stream in which the length of each message precedes the message, so a
+message may be larger than the ring.
 """
 
 from collections import deque
@@ -48,8 +49,9 @@ class Outlet:
     def push(self) -> None:
         """Write the part of the waiting messages that fits the ring.
 
-        The writer sets the flag that it is stuck, then writes at least one byte. The reader of
-        these bytes sees the flag and rings the doorbell of the writer once there is space.
+        While messages wait, a flag in the ring is set. After setting the flag, the writer writes
+        at least one byte. The reader of this byte sees the flag, and rings the doorbell of the
+        writer once there is space.
         """
         if not self.is_stuck:
             self.is_stuck = True
@@ -89,7 +91,7 @@ class Inlet:
     """The reading end of a ring.
 
     Args:
-        memory: the same memory as that of the ``Outlet``.
+        memory: the memory of the ``Outlet``.
         doorbell: doorbell of the writer.
         fence: orders loads and stores; None if not needed.
     """

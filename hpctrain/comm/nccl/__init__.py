@@ -1,1 +1,1 @@
-"""NCCL, the library that torch ships: sums over ranks on the accelerators themselves."""
+"""Sums on accelerators by NCCL, a library that torch includes."""

@@ -32,7 +32,7 @@ class _Id(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The configuration of version 2.18; later versions treat further fields as unset."""
+    """Configuration of a communicator in NCCL 2.18; later versions leave newer fields unset."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),

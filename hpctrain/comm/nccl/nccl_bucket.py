@@ -1,8 +1,8 @@
 """Buckets on accelerators that NCCL sums over all ranks, also between nodes.
 
 The ranks synchronize on the host once per bucket, so that all queue the same sums. The host does
-not wait for the sum, which runs in a stream. NCCL adds 16-bit values in 16 bits, so they are
-scaled before the sum, which could otherwise overflow where the average does not.
+not wait for the sum, which runs in a stream. NCCL adds 16-bit values in 16 bits, so that a
+sum may overflow although the average does not. So 16-bit values are scaled before the sum.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class NcclBucket(DeviceBucket):
             scale_(self.flat, factor)
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Synchronize the ranks by ``meet``; queue their sum, times ``scale``. Collective."""
+        """Call ``meet``; then queue the sum over the ranks, times ``scale``. Collective."""
         stream = self._nccl.stream
         early, late = scaled_when(scale, self._how)
         meet()

@@ -3,8 +3,8 @@
 Queued operations of NCCL wait on the GPU for all ranks, without a limit: if a rank dies, no call
 of the host returns an error, and a host that waits for a stream sleeps. So a thread of each rank
 checks twice per second whether NCCL reports an error, and whether the other ranks of this machine
-exist. If not, it aborts the queued operations and raises an error in the training thread, before
-that thread can use wrong sums.
+exist. After an error or the end of a rank, the checking thread aborts the queued operations and
+raises an error in the training thread, before the training thread can use wrong sums.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Facts that each rank sends to the others before NCCL starts."""
+    """Facts that each rank sends to the other ranks before NCCL starts."""
 
     refusal: str  # why this rank cannot use NCCL; empty if it can
     version: int
@@ -69,7 +69,7 @@ class Offer:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this process sees the ``Sign`` of the rank, that is, the rank exists."""
+        """Whether this process sees the ``Sign`` of the rank, which exists as long as the rank."""
         with suppress(OSError):
             return str(Path(self.path).readlink()) == self.text
         return False
@@ -116,7 +116,7 @@ class NcclCommunicator:
     def all_reduce_(self, values: Tensor) -> None:
         """Queue the sum over all ranks, in place, on the current stream, ``stream``.
 
-        Collective; the ranks have agreed on it before.
+        Collective. The ranks must have synchronized before the call.
 
         Args:
             values: flat, of a dtype in ``nccl.TYPES``.
@@ -136,11 +136,11 @@ class NcclCommunicator:
             raise
 
     def ends_with(self, event: torch.Event) -> None:
-        """Store the event recorded after the last sum; the caller must do so after every sum."""
+        """Store ``event``, recorded after the last sum. Must be called after every sum."""
         self._last, self._is_queueing = event, False
 
     def break_off(self, reason: str) -> None:
-        """Abort queued operations and reject later ones. Not collective. Results are undefined."""
+        """Abort queued operations, with undefined results; reject later calls. Not collective."""
         with self._lock:
             if self._failure:
                 return
@@ -152,7 +152,7 @@ class NcclCommunicator:
             self._library.abort(handle)
 
     def close(self) -> None:
-        """Wait for queued operations and free the communicator. Every rank must call it."""
+        """Wait for queued operations and free the communicator. Every rank must call ``close``."""
         if self._failure:
             return
         in_time = wait_until(self._is_done, _check_nothing, _PACE, timeout_s=END_S)
@@ -195,7 +195,7 @@ class NcclCommunicator:
         return not self._is_queueing and (self._last is None or self._last.query())
 
     def _settle(self, what: str) -> None:
-        """Wait until NCCL has processed the last call; ``what`` is its purpose, for messages."""
+        """Wait until NCCL has processed the last call; ``what`` is the purpose, for messages."""
         code = nccl.IN_PROGRESS
 
         def is_settled() -> bool:
@@ -253,7 +253,7 @@ _made: WeakKeyDictionary[Communicator, dict[torch.device, NcclCommunicator]] = W
 
 
 def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
-    """Return the NCCL communicator of the ranks of ``comm``; create it once. Collective.
+    """Return the NCCL communicator over ``comm``; the first call creates it. Collective.
 
     Raises:
         CommError: on all ranks, if NCCL cannot be used.
@@ -313,7 +313,7 @@ def _offer(device: Device, sign: Sign) -> Offer:
 
 @contextmanager
 def _refusals() -> Iterator[list[str]]:
-    """Catch a ``CommError`` in the block, and store its text in the yielded list, for sending."""
+    """Catch a ``CommError`` in the block, and store its text in the yielded list."""
     found: list[str] = []
     try:
         yield found

@@ -37,7 +37,7 @@ def _sum_slices(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917 - Trit
     align: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Sum one block of the slice over all ranks, and write the sum to all."""
+    """Sum one block of the slice over all ranks, and write the sum to all ranks."""
     first = tl.program_id(0).to(tl.int64) * block
     places = first + tl.arange(0, block)
     if first + block <= numel:  # loads without a mask have full width
@@ -69,7 +69,7 @@ sum_slices: Any = triton.jit(_sum_slices, do_not_specialize=["numel"])
 
 
 class SliceSum:
-    """Launches the kernel that replaces each of ``parts`` by their sum.
+    """Launches the kernel that replaces each of ``parts`` by the sum of all ``parts``.
 
     Args:
         parts: slices of all ranks, by rank, whose memory must not move.
@@ -100,7 +100,7 @@ class SliceSum:
 
 
 def slice_sum_of(parts: Sequence[Tensor], how: Combination) -> SliceSum | None:
-    """Compile the kernel for ``parts``; return None if it does not support or run them.
+    """Compile the kernel for ``parts``; return None if the kernel cannot compute this sum.
 
     Some ranks may get None and sum with torch, whose sums are bitwise identical.
     """

@@ -39,7 +39,7 @@ class Reduction(ctypes.Structure):
 
 
 class Library:
-    """Functions of the compiled kernel: ``instant`` ones keep the GIL, ``calls`` release it.
+    """Compiled kernel; functions in ``calls`` release the GIL, functions in ``instant`` keep it.
 
     Args:
         file: the compiled library.
@@ -72,7 +72,7 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """Load the kernel; return None if it is missing, or broken, which logs a warning."""
+    """Load the kernel; return None if it is missing or broken, with a warning if broken."""
     try:
         return Library(_FILE) if _FILE.exists() else None
     except OSError as error:
@@ -96,8 +96,9 @@ class Kernel:
         size: number of ranks of the node.
         phases_s: seconds for which a call spins, and then yields the core, before it returns
             ``LATE``.
-        addresses: addresses of the cells, of the sign, of the slots of each rank, and, for each
-            round of a barrier, of the semaphore to wait for and the semaphore to post.
+        addresses: addresses of these objects, in order: the cells in which ranks store call
+            numbers; the sign, a word that is set after a failure; the slots of each rank; and, for
+            each round of a barrier, the semaphore to wait for and the semaphore to post.
         slot_bytes: size of a slot.
     """
 
@@ -164,7 +165,7 @@ class Kernel:
         return int(function(self._state, *what, in_slices))
 
     def use_words(self, words: int, bells: Sequence[int]) -> None:
-        """Set the memory that functions of ``reduction`` use.
+        """Set the memory that functions returned by ``reduction`` use.
 
         Args:
             words: address of the words of the node.

@@ -1,8 +1,9 @@
 """Build backend of the package: setuptools, which also compiles ``kernel.c``.
 
-The library calls no Python, so one wheel serves every version of Python. ``CC`` is the compiler;
-without it, ``cc`` is used, and where there is none, the compiler of the package ``ziglang``, which
-pip then installs for the build. A package without the library works, by slower Python code.
+The library calls no Python, so one wheel serves every version of Python. The variable ``CC``
+selects the compiler; the default is ``cc``. On a machine without ``cc``, pip installs the package
+``ziglang``, which contains a compiler, for the build. Without the library, hpctrain runs slower
+Python code.
 """
 
 import logging
@@ -74,7 +75,7 @@ class BuildKernel(build_py):  # type: ignore[misc]
 
 
 class TaggedWheel(bdist_wheel):  # type: ignore[misc]
-    """Tags the wheel for every Python version and, if it has the kernel, for one platform."""
+    """Tags the wheel for every Python version and, if built with the kernel, for one platform."""
 
     def finalize_options(self) -> None:
         """Declare that the wheel has compiled code, so that it is installed per platform."""

@@ -21,8 +21,8 @@ class NodeBarrier:
     """Dissemination barrier of the ranks that map ``segments``.
 
     In round k rank r posts the semaphore of rank r + 2^k and waits for the post of rank r - 2^k,
-    modulo n, so each rank posts ceil(log2 n) times. The semaphores count, so a post of the next
-    barrier is not lost. All ranks must have created the barrier before one waits.
+    modulo n, so each rank posts ceil(log2 n) times. A semaphore counts posts, so a post of the
+    next barrier is not lost. All ranks must have created the barrier before any rank waits.
 
     Args:
         segments: zeroed memory of each rank, by rank.
@@ -56,7 +56,7 @@ class NodeBarrier:
 
         Args:
             rank: this rank.
-            memory: addresses of the cells, of the sign, and of the slots of each rank.
+            memory: addresses of the cells, the sign and the slots of each rank; see ``Kernel``.
             slot_bytes: size of a slot.
         """
         functions = None if why_off() else library()

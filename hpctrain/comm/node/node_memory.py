@@ -213,7 +213,7 @@ def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
     other processes of the host can connect to the socket.
 
     Raises:
-        OSError: a rank could not send; on every rank. Or this rank could not receive.
+        OSError: a rank could not send (raised on every rank), or this rank could not receive.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     failure: OSError | None = None
@@ -263,7 +263,7 @@ def _open(stack: contextlib.ExitStack, num_peers: int) -> socket.socket | None:
 
 
 def _send(descriptor: int, doors: list[tuple[bytes, bytes]]) -> str | None:
-    """Send a descriptor to each of ``doors``; return the error, or None.
+    """Send a descriptor to each socket in ``doors``; return the error, or None.
 
     The kernel keeps the descriptor until the receiver accepts it.
     """

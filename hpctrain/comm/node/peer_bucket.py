@@ -2,8 +2,9 @@
 
 As in host memory, each local rank sums its slice over the buckets of all ranks and writes the sum
 to each bucket. Between nodes only the slice is copied to the host and sent over the rail. The
-ranks of a node synchronize twice on the host, after they have recorded the events that the others
-wait for. The streams wait for the work; on one node the host does not.
+ranks of a node synchronize twice on the host: after all ranks have recorded that their buckets are
+full, and after all ranks have recorded that their slices are written. These records are events,
+for which streams wait. In a world of one node, the host does not wait for events.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class PeerBucket(DeviceBucket):
         self._full.record(up)
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Synchronize the ranks by ``meet``; queue their sum, times ``scale``. Collective."""
+        """Call ``meet``; then queue the sum over the ranks, times ``scale``. Collective."""
         up, on = self._device.up, self._device.on
         meet()  # all ranks of the node have recorded their full events
         for full in self._fulls:

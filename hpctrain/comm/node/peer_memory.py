@@ -54,7 +54,7 @@ class _Memory:
 
 
 class Segment:
-    """Memory of one size on the accelerator of each rank of a node, which all ranks map.
+    """Memory on the accelerators of a node, of one size per rank, which all ranks map.
 
     Args:
         own: memory of this rank, 1-D bytes.
@@ -68,7 +68,7 @@ class Segment:
         self._owner: weakref.ref[object] | None = None
 
     def map(self, handles: Sequence[bytes], me: int) -> None:
-        """Map the memory of all ranks. Raises ``OSError`` if one is not accessible."""
+        """Map the memory of all ranks. Raises ``OSError`` if a rank's memory is not accessible."""
         self.peers = [
             self.own if rank == me else self.mapped(one) for rank, one in enumerate(handles)
         ]
@@ -78,7 +78,7 @@ class Segment:
         raise NotImplementedError
 
     def lend(self, owner: object) -> None:
-        """Assign the zeroed segment to ``owner`` for its lifetime."""
+        """Assign the zeroed segment to ``owner`` until ``owner`` is freed."""
         self._owner = weakref.ref(owner)
         self.own.zero_()
 

@@ -110,7 +110,7 @@ class Region:
         _frozen.regions.add(self)
 
     def keep(self) -> None:
-        """Copy the contents of ``private`` unless the present copy is equal."""
+        """Copy the contents of ``private``, unless the kept copy is equal."""
         shown = _words(self.private)
         if self._kept is None or not np.array_equal(_words(self._kept), shown):
             self.forget_kept()
@@ -125,7 +125,7 @@ class Region:
         self._kept = None
 
     def show_kept(self) -> None:
-        """Replace ``private`` by the copy, at the same address. Called in a forked child."""
+        """Replace ``private`` by the kept copy, at the same address. Called in a forked child."""
         if self._kept is not None and self._end is not None:
             self._end.detach()  # the address is unmapped by the move
             kept, private = map(ctypes.addressof, (self._kept, self.private))
@@ -203,7 +203,7 @@ class Semaphore:
         return self._address.value or 0
 
     def initialise(self) -> None:
-        """Set the counter to zero. The owner calls this before other processes use it."""
+        """Set the counter to zero. The owner must do so before other processes use the counter."""
         if _INIT(self._address, 1, 0) != 0:
             raise NodeMemoryError("this system has no process-shared semaphores")
 
@@ -212,7 +212,7 @@ class Semaphore:
         _POST(self._address)
 
     def try_wait(self) -> bool:
-        """Decrement the counter if it is positive; return whether it was."""
+        """Decrement the counter if it is positive; return True if it was positive."""
         return bool(_TRY_WAIT(self._address) == 0)
 
     def wait(self, timeout_s: float) -> bool:

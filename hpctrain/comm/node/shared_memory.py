@@ -101,7 +101,7 @@ class SharedMemory:
         """Record ``call``, before this rank writes to node memory for this call. Not collective.
 
         Raises ``CommError`` if the communicator is closed or has failed on a rank, or in a forked
-        child: then this rank must not write to node memory, which other ranks may still read.
+        child. In these cases this rank must not write to node memory, which other ranks may read.
         """
         self._owner.check()
         self.require_usable()
@@ -202,7 +202,7 @@ class SharedMemory:
             raise disagreement(self._node, call, self._watch)
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
-        """Call ``reduce``; return whether all sums that it writes to buckets are finite.
+        """Call ``reduce``; return whether all sums that ``reduce`` writes to buckets are finite.
 
         The result is the same on all ranks of the node: each rank checks its slice while the slice
         is in the cache, and the barrier that ends a reduction publishes the result.
@@ -264,7 +264,7 @@ class SharedMemory:
         return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
     def _agreed(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make``; if it fails on a rank, raise on all ranks of the node."""
+        """Return the result of ``make``; if a call fails, raise on all ranks of the node."""
         refusal, made = None, None
         try:
             made = make()
@@ -287,7 +287,7 @@ class SharedMemory:
         self._watch.free(self._node)
 
     def require_usable(self) -> None:
-        """Raise ``CommError`` if closed or failed on a rank. Not collective."""
+        """Raise ``CommError`` after ``close``, or after a failure on a rank. Not collective."""
         if self._is_closed:
             raise CommError(
                 "a communicator must be open when it is used, but this one was closed, for "
@@ -306,7 +306,7 @@ class SharedMemory:
                 self._calls[self.local_rank * _CELLS + _NONFINITE] += 1
 
     def count(self, num_bytes: int) -> None:
-        """Add to the bytes that this rank has read or written in node memory. Not collective."""
+        """Add ``num_bytes`` to the counter of accesses to node memory. Not collective."""
         self.num_bytes += num_bytes
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
@@ -353,7 +353,7 @@ def combine_to(
 
 
 def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
-    """Copy ``total`` to the chunks of all ranks, except where it is already stored."""
+    """Copy ``total`` to the chunks of all ranks, except to a chunk in the memory of ``total``."""
     for part in parts:
         stored = combination.view(part)
         if stored.data_ptr() != total.data_ptr():
@@ -374,9 +374,9 @@ class SharedSlots:
     """Reduces tensors that are not buckets, through the staging buffers of ``node``.
 
     Methods that synchronize are collective over the node. The staging buffer of a rank has two
-    slots, which the rank writes alternately. Before the rank writes a slot again, all readers of
-    the slot have passed the barrier of the operation between, so one barrier per operation is
-    enough.
+    slots, which the rank writes alternately. Between two writes to the same slot, all ranks
+    pass the barrier of the operation that uses the other slot, and so have finished reading. One
+    barrier per operation is therefore enough.
     """
 
     def __init__(self, node: SharedMemory) -> None:
@@ -425,9 +425,9 @@ class SharedSlots:
             self.leave(chunk, bucket, None)
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
-        """Copy ``values``, 1-D and at most a slot, to this rank's slot; synchronize for ``call``.
+        """Copy the 1-D ``values``, which must fit a slot, to this rank's slot; begin ``call``.
 
-        Returns the slots of all ranks as a bucket.
+        Synchronizes the ranks and returns the slots of all ranks as a bucket.
         """
         self._node.begin(call)
         return self._enter(values, call)
@@ -476,7 +476,7 @@ class SharedSlots:
         self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
-        """Return slot ``turn`` of each rank as a tensor of this dtype and shape. Local."""
+        """Return slot ``turn`` of each rank as a tensor of ``dtype`` and ``shape``. Local."""
         return self._views(dtype, shape, turn * self._num_bytes)
 
     def _make_views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:

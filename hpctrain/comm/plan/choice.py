@@ -21,7 +21,7 @@ DIRECT_BYTES = 64 * KIB
 other than itself and one peer."""
 OVERSUBSCRIBED_BYTES = 256 * KIB
 """If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
-the work of the others and slices are less work in total."""
+the work of other ranks and slices are less work in total."""
 SIZES: dict[str, tuple[int, ...]] = {
     "tensors": (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB),
     "rail": (4 * KIB, 64 * KIB, MIB),
@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 """Sizes in bytes that are measured, per table of the plan."""
 
 GAIN = 0.15
-"""Smallest relative gain for which an algorithm replaces that of the rule; the rest is noise."""
+"""Smallest relative gain for which an algorithm replaces the rule's; smaller gains are noise."""
 
 SMALL_BYTES = 16 * KIB
 """Below this size tensors between nodes use ``levels``, and rails the algorithm of the rule. MPI
@@ -77,7 +77,7 @@ def choose_plan(
 
 
 def has_equal_nodes(topology: Topology) -> bool:
-    """Return whether there are several nodes, all with the same number of ranks, above one."""
+    """Return True if there are several nodes, with equal numbers of ranks, at least two each."""
     sizes = {len(ranks) for ranks in topology.nodes}
     return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
 
@@ -135,7 +135,8 @@ def _tensors_of(
 def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     """Return the plan of a group with this ``topology``. Not collective.
 
-    The tables are kept if both the group and the world are on one node, or both on several.
+    The result has the tables of ``plan`` if group and world are both on one node, if both are on
+    several nodes, or if node memory is not used.
     """
     several = topology.num_nodes > 1
     num_rails = 0
@@ -171,10 +172,11 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
 
 
 def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int]) -> SizeTable:
-    """Return ``rule``, with algorithms replaced where another one was clearly faster.
+    """Return ``rule``, with an algorithm replaced if another algorithm was clearly faster.
 
-    A measurement applies to all sizes that are nearest to its size by ratio, and the last one to
-    all larger sizes. At sizes at which the algorithm of the rule was not measured, it is kept.
+    A measurement applies to all sizes that are nearest to its size by ratio. The last
+    measurement applies to all larger sizes. A size at which the algorithm of ``rule`` was not
+    measured keeps this algorithm.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -191,8 +193,8 @@ def faster(measured: Mapping[str, Measurement], default: str, min_gain: float = 
     """Return the fastest algorithm that is clearly faster than ``default``, else ``default``.
 
     The median must be at least ``min_gain`` shorter, and each of several runs shorter than each
-    run of ``default``, so that other load on the machine does not determine the plan. The first
-    of equally fast algorithms is returned, and ``default`` if it was not measured.
+    run of ``default``, so that other load on the machine does not determine the plan. The function
+    returns the first of equally fast algorithms, and ``default`` if ``default`` was not measured.
     """
     if default not in measured:
         return default
@@ -208,8 +210,8 @@ def faster(measured: Mapping[str, Measurement], default: str, min_gain: float = 
 
 
 BATCHING_SIZES = (KIB, 256 * KIB)
-"""Sizes in bytes to measure: one dominated by latency, and one that exceeds the buffers of links
-and takes about 10 ms on a slow link."""
+"""Sizes in bytes to measure: a size dominated by latency, and a size that exceeds the buffers of
+links and takes about 10 ms on a slow link."""
 LATENCY_SHARE = 1 / 128  # latency as a fraction of the time of the largest fused message
 _FUSION_BYTES = (64 * KIB, 64 * MIB)
 _LATENCY_S = (2e-6, 8e-3)
@@ -230,8 +232,8 @@ def batching(seconds: Mapping[int, float]) -> Batching:
 
     A message of n bytes takes ``a + b n`` seconds. Fusion saves ``a`` for each operation but the
     first, and an operation that waits longer than ``a`` loses more than it saves. So operations
-    are fused up to the size at which latency is a small fraction of the time, and wait for half a
-    latency, since on average they wait as long again for the previous message.
+    are fused up to the size at which latency is a small fraction of the time, and wait for half of
+    ``a``: the previous message delays them, on average, by the other half.
 
     Both results are rounded to powers of four, in bytes and microseconds, so that repeated
     measurements of a link give the same result.
@@ -283,7 +285,7 @@ def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
 def best_chunk(runs: Mapping[int, Sequence[float]]) -> int:
     """Return the fastest chunk size; ``runs`` has the seconds of each run by chunk size.
 
-    The first size is the default, which is returned unless another one is clearly faster.
+    The first size is the default, which is returned unless another size is clearly faster.
     """
     measured = {
         str(size): Measurement("chunks", CHUNKED_BYTES, str(size), tuple(seconds))

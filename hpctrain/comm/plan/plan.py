@@ -79,7 +79,7 @@ class Plan:
     """Measurements from which the tables were chosen; empty if they were chosen by rule."""
     fusion_bytes: int = 64 * MIB  # largest message of several named operations
     cycle_s: float = 0.0
-    """Time that a named operation waits for others to fuse with, unless a caller waits."""
+    """Time that a named operation waits for operations to fuse with, unless a caller waits."""
     chunk_bytes: int = 0
     """Size of the chunks of which a rail has several in flight, for longer slices; 0 for no
     chunks."""
@@ -262,7 +262,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Extrapolate durations by size linearly to ``num_bytes``; return 0 without durations."""
+    """Return the duration for ``num_bytes``, extrapolated from ``times``; 0 without times."""
     sizes = sorted(times)
     if not sizes:
         return 0.0

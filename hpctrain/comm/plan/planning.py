@@ -139,7 +139,7 @@ class PlanDecision:
 
 
 def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
-    """Read the plan in the file ``settings.plan``; return None if not set. Collective.
+    """Read the plan in the file ``settings.plan``; return None without a file. Collective.
 
     Raises:
         ConfigError: the file cannot be read; on every rank.
@@ -235,13 +235,13 @@ def measured(
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """Return the cache key of a measured plan, a digest of the ``facts`` that determine it."""
+    """Return the cache key of a measured plan: a digest of ``facts``, which determine the plan."""
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load_cached(key: str) -> StoredPlan | None:
-    """Return the plan that an earlier run measured; None if there is no valid one."""
+    """Return the plan that an earlier run measured; None if there is no valid plan."""
     path = _cached(key)
     if path is None or not path.exists():
         return None

@@ -55,7 +55,7 @@ def measure_horovod(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster. Collective.
+    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster sum. Collective.
 
     Args:
         comm: the communicator to measure.
@@ -87,7 +87,7 @@ def measure(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure the algorithms; make ``comm`` use the refined plan, and return it. Collective.
+    """Measure the algorithms; make ``comm`` use the refined plan; return this plan. Collective.
 
     The measurement also opens the connections between ranks, which makes the first step faster.
     Sizes that do not fit into the budget keep the algorithm of the rule.
@@ -192,7 +192,7 @@ def _shortest(
 def _chunk_bytes(
     comm: HierarchicalCommunicator, plan: Plan, stopwatch: "Stopwatch", times: Mapping[int, float]
 ) -> int:
-    """Measure the chunk sizes alternately; return the fastest, 0 for no chunks. Collective."""
+    """Measure the chunk sizes alternately; return the best size, 0 for no chunks. Collective."""
     sizes = chunk_sizes(times)
     if len(sizes) < 2:
         return sum(sizes)

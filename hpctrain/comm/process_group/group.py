@@ -82,7 +82,7 @@ class HpctrainGroup(OrderedGroup):
 
     @on_cpu
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """Replace each tensor by its reduction on the root; other ranks keep theirs."""
+        """Replace each tensor by its reduction on the root; other ranks keep their tensors."""
         given, how, root = _listed(tensors), GroupReduction.of(opts), opts.rootRank
 
         def reduce() -> None:
@@ -288,7 +288,7 @@ class HpctrainGroup(OrderedGroup):
     ) -> None:
         """Wait until all ranks have called this method.
 
-        The error names the missing ranks, and contains the wording of gloo.
+        After a timeout, the error names the missing ranks, and contains the wording of gloo.
         """
         limit, before = self._limit, (self._limit.timeout_s, self._limit.name)
         if timeout is not None:
@@ -438,7 +438,7 @@ def _flat_of(tensor: Tensor) -> Tensor:
 
 
 def _waited(tensor: Any) -> Tensor:
-    """Complete a functional collective on ``tensor``; torch does so only in its own operators."""
+    """Complete a functional collective on ``tensor``, which only torch's own operators do."""
     here: Tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
     return here
 

@@ -253,7 +253,7 @@ class NodeExchange:
         return self._slots.views(torch.uint8, self._shape, self._node.turn)
 
     def _share(self, head: int) -> int:
-        """Return the size of each rank's part of a slot that begins with ``head`` other bytes."""
+        """Return the bytes of each rank's part of a slot, after the first ``head`` bytes."""
         return (self._room - head) // self._size // _LINE * _LINE
 
     def _count(self, piece: Tensor) -> None:

@@ -60,7 +60,7 @@ OLDER_NAMES = {
 
 
 def on_cpu(method: Method) -> Method:
-    """Decorate a method so that tensors on other devices go to the backend of their device."""
+    """Decorate a method: calls with tensors on other devices go to the backend of the device."""
 
     @functools.wraps(method)
     def call(self: "OrderedGroup", given: Any, *args: Any, **options: Any) -> Any:
@@ -111,8 +111,9 @@ _MAX_S = 1e6  # unlimited, for other backends
 class OrderedGroup(Base):  # type: ignore[misc]
     """Base of the process group, which runs its operations in order.
 
-    Collectives run in the order of the calls: synchronous ones on the caller's thread, others on
-    a thread of the group. Messages are sent and received concurrently with collectives.
+    Collectives run in the order of the calls: synchronous collectives on the caller's thread, and
+    asynchronous collectives on a thread of the group. Messages are sent and received concurrently
+    with collectives.
 
     The constructor is collective.
 
@@ -205,7 +206,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             self._limit.broken_off = before
 
     def _guard(self, operation: Operation) -> None:
-        """Run an operation; if it fails, raise an error that names it and the missing ranks."""
+        """Run an operation; if it fails, raise an error with its name and the missing ranks."""
         self._current = operation
         try:
             self._limit.check()
@@ -306,7 +307,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
     supports_splitting = supports_coalescing = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: FSDP2 allocates its own buffers."""
+        """Return False, so that FSDP2 allocates its own buffers."""
         del device
         return False
 

@@ -1,4 +1,4 @@
-"""Creation of the store of a process group; rank 0 sends its address to the others by MPI."""
+"""Creation of the store of a process group; rank 0 sends its address to the other ranks by MPI."""
 
 import fcntl
 import socket

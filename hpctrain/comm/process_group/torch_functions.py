@@ -66,7 +66,7 @@ def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``notify``, changed to store its work in the model, since C++ does not keep it."""
+    """Return ``notify``, changed to store its result in the model, since C++ does not store it."""
 
     @functools.wraps(notify)
     def call(joinable: Any) -> Any:

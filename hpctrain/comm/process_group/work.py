@@ -280,7 +280,7 @@ class OperationQueue:
 
 
 class Message(Base):  # type: ignore[misc]
-    """A message in flight; the thread that waits for it, or tests it, completes it.
+    """A message in flight, which a thread completes when it waits for or tests the message.
 
     Args:
         wire: the wire of the message.
@@ -288,7 +288,7 @@ class Message(Base):  # type: ignore[misc]
         tensors: the tensors that are sent or received.
         after: called when the transfer is complete.
         lock: held during calls of the wire, which several threads may use.
-        named: returns the error of a wait with a text that names the message.
+        named: converts the error of a wait to an error that names the message.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ def _arrivals(part: _Part, pieces: Sequence[Tensor]) -> Iterator[Arrival]:
 
 
 DOUBLING_BYTES = 32 * KIB
-"""Below this, sending everything in log2(N) rounds beats sending less in twice as many."""
+"""Below this size, log2(N) rounds of whole tensors are faster than twice as many of parts."""
 
 
 def allreduce_by_messages_(wire: Wire, tensor: Tensor, combination: Combination) -> None:
@@ -186,7 +186,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from rank r.
 
-    Collective. Tensors are flat and contiguous; several outgoing ones may be the same tensor.
+    Collective. Tensors are flat and contiguous; several ``outgoing`` tensors may be the same.
     """
     incoming[wire.rank].copy_(outgoing[wire.rank])
     for step in range(1, wire.size):

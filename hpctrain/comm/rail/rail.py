@@ -81,7 +81,7 @@ class MpiWire(Wire):
     Args:
         comm: the ranks.
         watch: detects lost ranks while this rank waits.
-        world_ranks: rank in the world of each rank; empty if they are the same.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
         name: name for error messages, such as ``rail 0``. A wire with a name is for collectives,
             each of which has its own tags.
     """
@@ -145,7 +145,7 @@ class MpiWire(Wire):
         self._watch.wait(done, pace, partner=partner, over=self._name)
 
     def withdraw_receives(self) -> None:
-        """Cancel all receives, so that the caller can use their memory after an error."""
+        """Cancel all receives, so that the caller can use their tensors after an error."""
         for request in requests.pending(self._comm):
             with suppress(MPI.Exception):  # complete, with an error
                 request.cancel()
@@ -289,16 +289,17 @@ class Rail:
     """Reduces slices between nodes, over ranks of which each node has one.
 
     Methods are collective over these ranks, except ``timed`` and ``traffic``. Codecs use a rail
-    to reduce encoded slices. Messages of different collectives do not match, so that
-    ranks in different collectives wait and compare them. Differences of size, dtype or scale are
-    not detected if the MPI library computes the sum, because its collectives have no tags.
+    to reduce encoded slices. Messages of different collectives do not match, so ranks in
+    different collectives wait, and their watches compare the collectives. Differences of size,
+    dtype or scale are not detected if the MPI library computes the sum, because its collectives
+    have no tags.
 
     Args:
         comm: the ranks; ``close`` frees it.
         table: names of ``ALGORITHMS`` by size of the slice.
         chunk_bytes: see ``Plan``.
         watch: detects lost ranks while this rank waits.
-        world_ranks: rank in the world of each rank; empty if they are the same.
+        world_ranks: world rank of each rank; empty if each rank equals its world rank.
         name: name for error messages, such as ``rail 0``.
     """
 

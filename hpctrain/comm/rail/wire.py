@@ -30,7 +30,7 @@ class Wire(Protocol):
         """Return whether a message is complete; after True, ``finish`` is not needed."""
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send ``tensor`` to ``dest``; it may be overwritten on return."""
+        """Send ``tensor`` to ``dest``; on return, the caller may overwrite ``tensor``."""
         self.finish(self.start_send(tensor, dest, tag))
 
     def receive_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
