@@ -1,21 +1,24 @@
 """Synchronizes the ranks before an operation and checks that they make the same call."""
 
 import hashlib
-from functools import lru_cache
-from typing import cast
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from hpctrain.comm import requests
-from hpctrain.comm.flight_recorder import Call
+from hpctrain.comm.flight_recorder import Call, different_calls
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.comm.waiting import Watch, different_calls, wait_request
+from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import MismatchError
 from hpctrain.core.units import by_rank
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 TAGS_PER_CALL = 16
 """Number of tags per collective on a rail, for its concurrent reductions."""
@@ -61,7 +64,7 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     wait_request(request, watch)
     watch.confirm()
     if extremes[0] != -extremes[1]:
-        raise disagreement(comm, call, watch)
+        raise disagreement(comm, call, watch, fails=False)
 
 
 def disagreement(
@@ -69,8 +72,7 @@ def disagreement(
 ) -> MismatchError:
     """Exchange the calls of all ranks; return an error that names the calls. Collective.
 
-    Fails the communicator unless ``fails`` is false: later calls could match by chance, and would
-    combine values of different calls.
+    Also fails a communicator of several nodes, unless ``fails`` is false.
 
     Raises:
         RankLostError: another rank does not call this function, because a wait of that rank has
@@ -78,6 +80,21 @@ def disagreement(
     """
     texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
     error = different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))
-    if fails:
-        watch.fail_everywhere(error)
+    if fails and watch.number is not None:
+        watch.fail(error)
     return error
+
+
+def in_step(method: Method) -> Method:
+    """Decorate a collective: fail the communicator if an exception interrupts it."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        number = self._watch.calls.number
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            self._watch.fail_if_begun(error, number)
+            raise
+
+    return cast("Method", call)

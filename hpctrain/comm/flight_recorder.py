@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from hpctrain.core.errors import MismatchError
 from hpctrain.core.units import format_ranks
 
 NUM_CALLS = 256
@@ -113,3 +114,11 @@ class FlightRecorder:
 def is_collective(name: str) -> bool:
     """Return True if ``name`` names a recorded collective, False if it names a named operation."""
     return _NAME.match(name) is not None
+
+
+def different_calls(found: str) -> MismatchError:
+    """Return the error for ranks that make different calls, described by ``found``."""
+    return MismatchError(
+        f"ranks must make the same calls in the same order, got {found}; let every rank take the "
+        f"same path through the program, with tensors of the same shape and dtype"
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of, slice_bounds
-from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
+from hpctrain.comm.call_check import bucket_call, call_of, in_step, tensor_call
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
@@ -25,7 +25,7 @@ from hpctrain.comm.ops import Combination, Op, combination, scaled_when
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import InFlight, Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
-from hpctrain.comm.waiting import Watch, in_step
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import call_of, meet, tensor_call
+from hpctrain.comm.call_check import call_of, in_step, meet, tensor_call
 from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.member_sync import MemberSync
@@ -37,7 +37,7 @@ from hpctrain.comm.tensor_arguments import (
     name_of,
     part_numels,
 )
-from hpctrain.comm.waiting import Limit, Watch, in_step
+from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError
 

@@ -6,10 +6,10 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from hpctrain.comm.flight_recorder import Call, CallStream, FlightRecorder
+from hpctrain.comm.flight_recorder import Call, CallStream, FlightRecorder, different_calls
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, RankLostError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from hpctrain.comm.requests import MpiRequest
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 SPIN_S = 50e-6  # peers with equal work arrive within this time; a sleep costs about as much
 LOOK_S = 0.1  # between two checks for lost ranks
@@ -232,7 +231,6 @@ class Watch:
         self._notices = notices
         self._failure_seen_s: float | None = None
         self._has_lost = False  # whether a lost rank was detected
-        self._mismatch = ""  # text of the error after which this communicator has failed
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
         """Return a watch for a communicator of ``ranks``, which ignores that other ranks leave.
@@ -322,15 +320,6 @@ class Watch:
             reason = str(error) if isinstance(error, MismatchError) else ""
             self._notices.report_failure(self.number, self._ranks, reason)
 
-    def fail_everywhere(self, error: MismatchError) -> None:
-        """Raise ``error`` at each later call; all ranks that share memory raise it, too.
-
-        The shared sign would end their present call before they know the reason.
-        """
-        self._mismatch = str(error)
-        if self.number is not None:
-            self.fail(error)
-
     def free(self, comm: "MPI.Intracomm") -> None:
         """Free an MPI communicator unless this communicator has failed. Every rank must call it.
 
@@ -371,7 +360,7 @@ class Watch:
 
         Failures on other nodes are known once ``confirm`` has read their reports.
         """
-        if self.sign[0] or self._mismatch:
+        if self.sign[0]:
             raise self._failure()
 
     def confirm(self) -> None:
@@ -389,8 +378,6 @@ class Watch:
             raise self._failure()
 
     def _failure(self) -> CommError:
-        if self._mismatch:
-            return MismatchError(self._mismatch)
         rank = self.sign[0] - 1
         remedy = (
             "no longer in step; end the program, or make a new world by shutdown() and init() on "
@@ -490,26 +477,3 @@ class Watch:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
-
-
-def different_calls(found: str) -> MismatchError:
-    """Return the error for ranks that make different calls, described by ``found``."""
-    return MismatchError(
-        f"ranks must make the same calls in the same order, got {found}; let every rank take the "
-        f"same path through the program, with tensors of the same shape and dtype"
-    )
-
-
-def in_step(method: Method) -> Method:
-    """Decorate a collective: fail the communicator if an exception interrupts it."""
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        number = self._watch.calls.number
-        try:
-            return method(self, *args, **options)
-        except BaseException as error:
-            self._watch.fail_if_begun(error, number)
-            raise
-
-    return cast("Method", call)

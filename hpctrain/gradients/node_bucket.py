@@ -207,7 +207,7 @@ class NodeBucket:
         """Number of elements in a chunk of parameters that can be divided."""
         parts = {name: one for each in self.parts for name, one in each.items() if name != MASTER}
         num_parts = sum(part.shape is None for part in parts.values())
-        return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
+        return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize // _CUT * _CUT
 
     def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[ParameterPiece]]:
         """Return the pieces of this rank, as one list per chunk.

@@ -7,8 +7,7 @@ aborts the operation by overwriting the words. A commit costs one word per rank 
 rank 0, and no rank waits for another afterwards. The most frequent operation is a reduction of one
 tensor: each rank has written its values to its slot before the commit, so only the sum remains. An
 aborted operation is announced by control messages, as are all operations while a rank waits for
-the answer to a control message. Rank 0 takes part in both protocols, so all operations have one
-order.
+the answer to a control message. Rank 0 takes part in both, so all operations have one order.
 
 On several nodes, the first ranks of the nodes vote by an all-reduce of small messages, which
 contain the number of the prepared operation and partial sums. A rank that receives another number,

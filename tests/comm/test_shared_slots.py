@@ -85,14 +85,12 @@ def test_fast_rank_never_overwrites_values_that_a_slow_one_still_reads(world, no
 
 @pytest.mark.ranks(2, 3, 4)
 def test_different_calls_raise_on_every_rank_with_the_calls_of_all_ranks(world, node):
-    part, numel = node.group(range(world.size)), 11 if world.rank == 1 else 10
+    numel = 11 if world.rank == 1 else 10
     with pytest.raises(MismatchError, match=r"sum of 10 float32; rank 1: .*sum of 11 float32"):
-        part.allreduce_(torch.ones(numel))
-    part, op = node.group(range(world.size)), Op.MAX if world.rank == 0 else Op.SUM
+        node.allreduce_(torch.ones(numel))
+    op = Op.MAX if world.rank == 0 else Op.SUM
     with pytest.raises(MismatchError, match=r"max of 5 int32; ranks? 1.*sum of 5 int32"):
-        part.allreduce_(torch.ones(5, dtype=torch.int32), op=op)
-    with pytest.raises(MismatchError, match=r"max of 5 int32; ranks? 1.*sum of 5 int32"):
-        part.allreduce_(torch.ones(3))
+        node.allreduce_(torch.ones(5, dtype=torch.int32), op=op)
     total = torch.ones(3)
     node.allreduce_(total)
     assert bool((total == world.size).all())
@@ -153,22 +151,22 @@ def test_ranks_that_share_a_core_rarely_sleep_in_short_waits(world, node, monkey
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("numel", [10, 3 * SLOT])
 def test_sizes_beyond_the_first_piece_and_factors_are_compared(world, node, numel):
-    last, parts = world.rank == world.size - 1, [node.group(range(world.size)) for _ in range(3)]
+    last = world.rank == world.size - 1
     with pytest.raises(MismatchError, match="same calls in the same order"):
-        parts[0].allreduce_(torch.ones(SLOT + (numel if last else 0)))
+        node.allreduce_(torch.ones(SLOT + (numel if last else 0)))
     with pytest.raises(MismatchError, match=r"times 2\.0.*times 0\.5"):
-        parts[1].allreduce_(torch.ones(numel), scale=0.5 if last else 2.0)
-    bucket = parts[2].new_bucket(numel, torch.float32)
+        node.allreduce_(torch.ones(numel), scale=0.5 if last else 2.0)
+    bucket = node.new_bucket(numel, torch.float32)
     with pytest.raises(MismatchError, match="max of bucket number 1"):
-        parts[2].allreduce_(bucket, op=Op.MAX if last else Op.SUM)
+        node.allreduce_(bucket, op=Op.MAX if last else Op.SUM)
 
 
 @pytest.mark.ranks(2, 3)
 def test_new_buckets_must_be_equal_on_all_ranks(world, node):
-    part = node.group(range(world.size))
-    for numel in (10 if world.rank == 0 else 1_000_000, 10):
-        with pytest.raises(MismatchError, match="new bucket of 10 float32"):
-            part.new_bucket(numel, torch.float32)
+    with pytest.raises(MismatchError, match="new bucket of 10 float32"):
+        node.new_bucket(10 if world.rank == 0 else 1_000_000, torch.float32)
+    bucket = node.new_bucket(10, torch.float32)
+    node.allreduce_(bucket)
 
 
 @pytest.mark.ranks(2, 3)

@@ -110,8 +110,8 @@ class SharedMemory:
     def await_others(self, call: Call, *, of_node: bool = False) -> None:
         """Wait until all ranks of the node have begun the same ``call``.
 
-        Raises ``MismatchError`` on every rank if the calls differ. Then the communicator fails on
-        all nodes, unless ``of_node`` is true, which means that only this node makes the call.
+        Raises ``MismatchError`` on every rank if the calls differ. Then the communicator also
+        fails on other nodes, except with ``of_node``, which is for calls of this node only.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number

@@ -13,6 +13,7 @@ from hpctrain.core.errors import (
     OperationMismatchError,
 )
 from hpctrain.elastic import ElasticSampler, HostUpdate, ObjectState, TorchState
+from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt
 
 SIZES = pytest.mark.ranks(1, 2, 3)
 MANY = pytest.mark.ranks(2, 3)
@@ -153,6 +154,16 @@ def test_other_exceptions_and_mismatched_calls_are_raised(hvd):
     training = Training(hvd, one=(parts, FAIL_AT))
     with pytest.raises(MismatchError, match="same calls in the same order"):
         training.run(training.state)
+
+
+@MANY
+def test_a_mismatch_on_one_rank_is_a_mismatch_on_all(hvd):
+    @elastic.run
+    def train(_):
+        raise HostsUpdatedInterrupt if hvd.rank() == 0 else MismatchError("other calls")
+
+    with pytest.raises(MismatchError, match="other calls"):
+        train(ObjectState(value=0))
 
 
 @SIZES
