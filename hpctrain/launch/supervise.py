@@ -222,9 +222,9 @@ class _Ending:
             late_s = late_s + LOOK_S if late else 0
             if late_s > self.timeout_s:
                 write_line(
-                    f"ranks must wait at most HPCTRAIN_TIMEOUT={self.timeout_s:g} s for each "
-                    f"other, but have waited longer in {late}: all ranks are killed; find the "
-                    f"cause there, or raise HPCTRAIN_TIMEOUT"
+                    f"a wait for other ranks must end within HPCTRAIN_TIMEOUT={self.timeout_s:g} "
+                    f"s, but the launch has waited longer {late}; all ranks are killed; find the "
+                    f"cause on that rank, or increase HPCTRAIN_TIMEOUT"
                 )
                 self.counts[FAILED] += 1
                 self.kill()

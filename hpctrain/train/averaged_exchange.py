@@ -110,7 +110,7 @@ class AccumulatedExchange(StepExchange):
 
 
 class AveragedExchange(AccumulatedExchange):
-    """Averages gradients with a ``DistributedOptimizer``, or combines steps with Adasum.
+    """Averages gradients with a ``DistributedOptimizer``.
 
     Args:
         config: configuration of the run.
@@ -189,7 +189,7 @@ class AveragedExchange(AccumulatedExchange):
 
     @property
     def codec(self) -> Codec | None:
-        """Codec of the gradients; None on a single rank and with Adasum."""
+        """Codec of the gradients; None on a single rank."""
         found: Codec | None = self.method.codec
         return found
 

@@ -1,8 +1,8 @@
 """Interface of the mechanisms by which ranks combine gradients or steps.
 
-One implementation per mechanism: ``AveragedExchange`` (also Adasum), ``ShardedExchange``,
-``LocalExchange``, ``AsyncExchange``, ``ReproducibleExchange`` and ``ParallelExchange``. The
-training loop calls, for each step::
+One implementation per mechanism: ``AveragedExchange``, ``ShardedExchange``, ``LocalExchange``,
+``AsyncExchange``, ``ReproducibleExchange`` and ``ParallelExchange``. The training loop calls, for
+each step::
 
     begin, raise_flags -> backward -> clip, clip_values -> step or skip
 """

@@ -161,7 +161,7 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
     assert batch["number"] is batch.number is number
     assert pickle.loads(pickle.dumps(batch)).num_samples == 8
     assert batch.to(torch.device("cpu"), non_blocking=True).num_samples == 8
-    with pytest.raises(AttributeError, match="no field 'label'"):
+    with pytest.raises(AttributeError, match="one of image, number, got 'label'"):
         _ = batch.label
 
 

@@ -77,9 +77,9 @@ def write(shared):
 def test_many_ranks_pack_the_same_as_one_rank(comm, folder, source, config):
     done = pack(source, "many", PackConfig(**config), comm=comm)
     assert [note for note in done.notes if "ranks pack" in note] == (
-        [f"the source has 1 part only: 1 of {comm.size} ranks packs"]
+        [f"1 of {comm.size} ranks packs, because the source has 1 part"]
         * (source[-4:] == "rows" and "shuffle" not in config)
-        or ["the source has 2 parts only: 2 of 3 ranks pack"]
+        or ["2 of 3 ranks pack, because the source has 2 parts"]
         * (source == "tars" and comm.size > 2)
     )
     if comm.rank == 0:

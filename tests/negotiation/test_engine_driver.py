@@ -13,7 +13,7 @@ from tests.negotiation.controlling import SEVERAL, allreduce
 @SEVERAL
 def test_one_thread_at_a_time_drives_the_engine(controller, monkeypatch):
     rank, size = controller.comm.rank, controller.comm.size
-    inside, overlaps, turn = set(), [], controller._progress.turn
+    inside, overlaps, turn = set(), [], controller._progress.advance
 
     def watched_turn():
         inside.add(threading.get_ident())
@@ -24,7 +24,7 @@ def test_one_thread_at_a_time_drives_the_engine(controller, monkeypatch):
         finally:
             inside.discard(threading.get_ident())
 
-    monkeypatch.setattr(controller._progress, "turn", watched_turn)
+    monkeypatch.setattr(controller._progress, "advance", watched_turn)
     chance, sums = random.Random(rank), []
 
     def work(thread):

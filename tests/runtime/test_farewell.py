@@ -77,7 +77,7 @@ print("done")
 def test_a_hang_in_mpi_init_or_finalize_ends_the_launch_after_the_timeout(call):
     done = run(IN_MPI, 3, call, python=[sys.executable])
     assert done.returncode == RANK_LOST, done.stderr
-    assert f"waited longer in {call} for rank 1 than HPCTRAIN_TIMEOUT=" in done.stderr
+    assert f"has waited longer in {call} for rank 1; all ranks are killed" in done.stderr
     assert done.stdout == "done\n" * 3 * (call == "MPI_Finalize")
 
 

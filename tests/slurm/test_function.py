@@ -32,7 +32,7 @@ def test_a_submitted_function_returns_results_raises_errors_and_can_be_cancelled
     held = hpctrain.submit(total, replace(small, options=["--hold"]), 1, nodes=2)
     assert held.state == "PENDING"
     assert not held.done()
-    with pytest.raises(TimeoutError, match=r"is PENDING after 0 s"):
+    with pytest.raises(TimeoutError, match=r"must end within 0 s, but is PENDING"):
         held.result(timeout_s=0)
     held.cancel()
     assert good.results(timeout_s=200) == [(12, 0, 2), (12, 1, 2)]

@@ -24,7 +24,7 @@ def number_of(done):
 def test_a_rejection_by_slurm_is_reported_in_its_words_and_nothing_is_queued(slurm, submit, tiny):
     done = submit(tiny, "--nodes", 9, check=False)
     assert done.returncode == 1
-    assert "it says: allocation failure: Requested node configuration is not av" in done.stderr
+    assert "sbatch reports: allocation failure: Requested node" in done.stderr
     done = submit(tiny, "--partition", "nowhere", check=False)
     assert "invalid partition specified: nowhere" in done.stderr
     assert slurm.run(["squeue", "-h", "-n", "tiny"]).stdout == ""

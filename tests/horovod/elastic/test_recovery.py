@@ -171,7 +171,7 @@ SHARDED = (
     FAILED,
     "model.named_parameters())",
     'model.named_parameters(), shard="node")',
-    "nor a process set, but this one does, with 2 ranks in the next world",
+    "nor a process set, but this optimizer has one of these, with 2 ranks in the next world",
 )
 RAISES = (
     FAILED,
