@@ -131,8 +131,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             if together.end is not AttemptEnd.LOST:
                 world.current().rebuild.renew()
             if together.end is AttemptEnd.MISMATCHED:
-                is_own = isinstance(together.error, MismatchError)
-                raise together.error if is_own else MismatchError(together.text)
+                if isinstance(together.error, MismatchError):
+                    raise together.error
+                raise MismatchError(together.text)
             resets.count(together)
 
     return cast("Callable[Concatenate[S, P], R]", training)
