@@ -210,19 +210,19 @@ check: .venv/stamp ## lint, types, layers, spelling, plain English, size of file
 
 .PHONY: soak
 soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random scripts, 10000 mixed steps, 27 layouts
-	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
+	TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
-	HPCTRAIN_TEST_KILLS=50 python -m pytest -q -m conformance tests/gradients/test_sharded_kills.py
-	HPCTRAIN_TEST_READS=100000 hpctrain launch -n 4 -- \
+	TEST_KILLS=50 python -m pytest -q -m conformance tests/gradients/test_sharded_kills.py
+	TEST_READS=100000 hpctrain launch -n 4 -- \
 	  python -m pytest -q -x tests/async_sgd/test_stale_synchronous.py -k old_and_own
-	HPCTRAIN_TEST_KILLS=500 python -m pytest -q tests/horovod/elastic/test_recovery.py -k random_deaths
-	HPCTRAIN_TEST_KILLS=100 python -m pytest -q -m conformance tests/train/test_random_kills.py
-	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
-	$(foreach ranks,2 3,HPCTRAIN_TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
+	TEST_KILLS=500 python -m pytest -q tests/horovod/elastic/test_recovery.py -k random_deaths
+	TEST_KILLS=100 python -m pytest -q -m conformance tests/train/test_random_kills.py
+	TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
+	$(foreach ranks,2 3,TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/gradients/test_programs.py;)
-	$(foreach ranks,2 3 4 6,HPCTRAIN_TEST_MIXED_STEPS=10000 $(SIDE_BY_SIDE) \
+	$(foreach ranks,2 3 4 6,TEST_MIXED_STEPS=10000 $(SIDE_BY_SIDE) \
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/collectives/test_mixed.py;)
-	HPCTRAIN_TEST_LM_SEEDS=3 $(SIDE_BY_SIDE) hpctrain launch -n 4 -- \
+	TEST_LM_SEEDS=3 $(SIDE_BY_SIDE) hpctrain launch -n 4 -- \
 	  python -m pytest -q -x -s tests/examples/test_lm.py -k every_seed
 
 # Each benchmark ends within its limit, all of them within 15 minutes.

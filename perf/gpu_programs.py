@@ -13,7 +13,7 @@ from pathlib import Path
 import gpu_device as here
 from gpu_finding import Finding, reported_errors
 
-os.environ["HPCTRAIN_TEST_DEVICE"] = str(here.DEVICE)
+os.environ["TEST_DEVICE"] = str(here.DEVICE)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpi4py import MPI

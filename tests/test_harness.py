@@ -135,7 +135,7 @@ GENTLE = """
 
 @pytest.fixture(scope="module")
 def gentle(tmp_path_factory) -> Session:
-    return launched(tmp_path_factory.mktemp("gentle"), GENTLE, 3, HPCTRAIN_TEST_HANG_S="20")
+    return launched(tmp_path_factory.mktemp("gentle"), GENTLE, 3, TEST_HANG_S="20")
 
 
 def reason_of(session: Session, name: str) -> str:
@@ -246,7 +246,7 @@ def test_a_hang_with_the_interpreter_locked_ends_too(launch):
             if world.rank == 0:
                 ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the GIL
             time.sleep(60)
-    """, HPCTRAIN_TEST_HANG_S="1")  # fmt: skip
+    """, TEST_HANG_S="1")  # fmt: skip
     assert done.code != 0
     assert "test_locked" in done.text
 
@@ -321,7 +321,7 @@ BREAKERS = """
 
 
 def test_a_session_continues_after_each_test_that_ended_it(launch):
-    done = launch(BREAKERS, continued=True, HPCTRAIN_TEST_HANG_S="1000")
+    done = launch(BREAKERS, continued=True, TEST_HANG_S="1000")
     assert done.code != 0
     assert done.outcomes() == {
         "test_first": "passed",

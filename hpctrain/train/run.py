@@ -171,7 +171,8 @@ class _Run:
         def changes() -> list[str]:
             if continues:
                 return check_same(directory, config, changed=how.changed)
-            if not (how.dry_run or how.resume):
+            # A requeued job waits for the job before, which may have no checkpoint yet.
+            if not (how.dry_run or how.resume or config.checkpoint.resume == "auto"):
                 directory.check_unused()
             return []
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.gradients.training import MANY, ONE_NODE, TWO_NODES
 
-PROGRAMS = int(os.environ.get("HPCTRAIN_TEST_PROGRAMS", "8"))
+PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "8"))
 """Trainings that are drawn."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32, torch.float64)

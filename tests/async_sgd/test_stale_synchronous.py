@@ -32,7 +32,7 @@ from tests.gradients.training import (
 )
 from tests.local_sgd.local_methods import weights_of
 
-READS = int(os.environ.get("HPCTRAIN_TEST_READS", "0"))
+READS = int(os.environ.get("TEST_READS", "0"))
 """Reads of all ranks together, of each bound; 0 for a few."""
 
 OPTIMIZERS = {

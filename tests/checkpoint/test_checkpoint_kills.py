@@ -1,6 +1,6 @@
 """Check that a kill at any time leaves a complete checkpoint, from which a job resumes.
 
-By default a run is killed twice; ``HPCTRAIN_TEST_KILLS=200`` sets 200 kills.
+By default a run is killed twice; ``TEST_KILLS=200`` sets 200 kills.
 """
 
 import os
@@ -18,7 +18,7 @@ from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.launch import mpiexec
 from tests.harness import preload
 
-KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("TEST_KILLS", "2"))
 ALONE = SerialCommunicator()
 
 SAVE_FOR_EVER = """

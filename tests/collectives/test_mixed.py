@@ -7,7 +7,7 @@ import pytest
 from tests.collectives.mixed import Steps, num_commits
 from tests.runtime.victims import run_ranks
 
-NUM_STEPS = int(os.environ.get("HPCTRAIN_TEST_MIXED_STEPS", "500"))
+NUM_STEPS = int(os.environ.get("TEST_MIXED_STEPS", "500"))
 
 
 @pytest.mark.ranks(2, 3, 4, 6)

@@ -1,7 +1,7 @@
 """Check that kills and losses of power leave the old or the new data set, complete.
 
 By default a few writers are killed, and in ``make conformance`` also one of two ranks.
-``HPCTRAIN_TEST_KILLS=200`` kills 200 writers and 10 ranks.
+``TEST_KILLS=200`` kills 200 writers and 10 ranks.
 """
 
 import json
@@ -25,7 +25,7 @@ from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.mixed_set import shard, write_mixed
 from tests.data.rewrite import NUM_SAMPLES, generation_in, samples
 
-KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("TEST_KILLS", "6"))
 NUM_RESUMES = max(1, KILLS // 20)
 
 pytestmark = pytest.mark.limit(60 + 2 * KILLS)

@@ -13,7 +13,7 @@ import hpctrain
 from hpctrain.cli.main import app
 from tests.train.starting import ROOT, last_line, start
 
-SEEDS = range(int(os.environ.get("HPCTRAIN_TEST_LM_SEEDS", "0")))
+SEEDS = range(int(os.environ.get("TEST_LM_SEEDS", "0")))
 """``make soak`` trains with three, longer."""
 LONGER = "--steps 60 --batch 16 --length 64 --width 32 --depth 2 --data"
 SMALL = "--steps 10 --batch 16 --length 64 --width 32 --depth 2 --data"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-DEVICE = os.environ.get("HPCTRAIN_TEST_DEVICE", "cpu")
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
 
 class Model(nn.Module):

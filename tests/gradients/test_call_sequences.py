@@ -14,7 +14,7 @@ from tests.gradients.test_sharded_step import backward, batch, make_model, wrapp
 from tests.gradients.training import ONE_NODE, OVERLAPS
 
 pytestmark = ONE_NODE
-NUM_SEQUENCES = int(os.environ.get("HPCTRAIN_TEST_SEQUENCES", "1"))
+NUM_SEQUENCES = int(os.environ.get("TEST_SEQUENCES", "1"))
 """Number of sequences for each kind and each method of sending gradients."""
 NUM_CALLS = 40
 FOUND = {"node": (17, 24)}  # seeds that have failed before

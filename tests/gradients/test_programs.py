@@ -188,9 +188,9 @@ def left_apart(program):
     return program.says("method = ") and program.statements[-1].kind != "finish"
 
 
-PER_NODE = int(os.environ.get("HPCTRAIN_TEST_PER_NODE", "0"))
+PER_NODE = int(os.environ.get("TEST_PER_NODE", "0"))
 """Ranks of each node, for scripts with parameters once a node: sums begin in backward then."""
-NUM_PROGRAMS = int(os.environ.get("HPCTRAIN_TEST_PROGRAMS", "15"))
+NUM_PROGRAMS = int(os.environ.get("TEST_PROGRAMS", "15"))
 """On each number of ranks; ``make soak`` carries out 500."""
 
 

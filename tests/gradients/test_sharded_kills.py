@@ -1,6 +1,6 @@
 """Check that a rank of ``shard="node"`` killed during an update leaves no partial step.
 
-By default ten runs are killed and resumed; ``HPCTRAIN_TEST_KILLS=50`` sets the number to 50.
+By default ten runs are killed and resumed; ``TEST_KILLS=50`` sets the number to 50.
 """
 
 import os
@@ -80,7 +80,7 @@ for step in range(2):
 """
 
 
-KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "10"))
+KILLS = int(os.environ.get("TEST_KILLS", "10"))
 _OF_A_RUN = 10
 
 

@@ -22,7 +22,7 @@ from tests.harness.journal import append
 from tests.harness.pace import slowness
 from tests.harness.verdict import Voice
 
-HANG_S = float(os.environ.get("HPCTRAIN_TEST_HANG_S", "60"))
+HANG_S = float(os.environ.get("TEST_HANG_S", "60"))
 """Limit of a test without the marker ``limit``; 0 disables the limit, for a debugger."""
 
 LAUNCHES = 3

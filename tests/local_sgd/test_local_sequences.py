@@ -14,7 +14,7 @@ from torch import nn
 
 from hpctrain.local_sgd.averaging import NodeVector
 
-NUM_SEQUENCES = int(os.environ.get("HPCTRAIN_TEST_SEQUENCES", "2"))
+NUM_SEQUENCES = int(os.environ.get("TEST_SEQUENCES", "2"))
 NUM_CALLS = 40
 STEPS = 3
 MAKERS = {

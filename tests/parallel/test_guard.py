@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nodes")
 
 WORDS, WIDTH, STEPS = 24, 8, 4
 ROLES = {"0": "vocabulary", "*.up": "column", "*.down": "row", "3": "vocabulary"}
-SEEDS = range(int(os.environ.get("HPCTRAIN_TEST_ALONE", "8")))
+SEEDS = range(int(os.environ.get("TEST_ALONE", "8")))
 
 
 class Layer(nn.Module):

@@ -1,7 +1,7 @@
 """Random models in random layouts train as one process does.
 
 Models have tied weights, buffers and several dtypes; parts are frozen and unfrozen, and the batch
-size changes. ``HPCTRAIN_TEST_LAYOUTS=500`` sets the number of seeds; each test prints its layout.
+size changes. ``TEST_LAYOUTS=500`` sets the number of seeds; each test prints its layout.
 """
 
 import copy
@@ -23,7 +23,7 @@ from hpctrain.parallel.dtensor import clip_grad_norm_, local, whole
 from hpctrain.parallel.stage import SCHEDULES
 from tests.parallel.training import loss_of
 
-SEEDS = range(int(os.environ.get("HPCTRAIN_TEST_LAYOUTS", "4")))
+SEEDS = range(int(os.environ.get("TEST_LAYOUTS", "4")))
 STEPS, WORDS, WIDTH, LENGTH, CLIP = 4, 16, 8, 4, 0.05
 
 

@@ -131,12 +131,16 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             if together.end is not AttemptEnd.LOST:
                 world.current().rebuild.renew()
             if together.end is AttemptEnd.MISMATCHED:
-                if isinstance(together.error, MismatchError):
-                    raise together.error
-                raise MismatchError(together.text)
+                raise _mismatch(together)
             resets.count(together)
 
     return cast("Callable[Concatenate[S, P], R]", training)
+
+
+def _mismatch(ending: Ending) -> MismatchError:
+    """Return the mismatch of this rank, or else that of another rank."""
+    error = ending.error
+    return error if isinstance(error, MismatchError) else MismatchError(ending.text)
 
 
 def _require_no_calls() -> None:

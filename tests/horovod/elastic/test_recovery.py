@@ -1,6 +1,6 @@
 """Ranks die at random times; the surviving ranks continue in place without loss of samples.
 
-``HPCTRAIN_TEST_KILLS=500`` sets the number of kills, which then take half an hour to an hour.
+``TEST_KILLS=500`` sets the number of kills, which then take half an hour to an hour.
 Seeds that passed are stored in ``build/soak`` and skipped until the package changes.
 """
 
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.requires("recovery"),
 ]
 FEW = 3
-NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", FEW))
+NUM_KILLS = int(os.environ.get("TEST_KILLS", FEW))
 
 
 def test_launch_fails_if_no_rank_completes_though_the_launcher_returns_0():
