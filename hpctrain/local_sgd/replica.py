@@ -123,7 +123,7 @@ class Replica:
             number: {key: means.get(id(value), value) for key, value in own.items()}
             for number, own in state["state"].items()
         }
-        counted = [own for own in state["state"].values() if "step" in own]
+        counted = [own for _, own in sorted(state["state"].items()) if "step" in own]
         largest = torch.tensor([float(own["step"]) for own in counted], dtype=torch.float64)
         self._comm.allreduce_(largest, op=Op.MAX).wait()
         for own, step in zip(counted, largest.tolist(), strict=True):

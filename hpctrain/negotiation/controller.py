@@ -3,6 +3,8 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+
 from hpctrain.comm.owner import Owner
 from hpctrain.core.errors import CommError, HorovodInternalError
 from hpctrain.core.torch_compat import dynamo_disable
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
+
+
+_PLAIN = torch.Tensor, torch.nn.Parameter  # classes whose values are stored at ``data_ptr``
 
 
 class Controller:
@@ -130,7 +135,10 @@ class Controller:
             or self._refusal is not None
             or not self._owner.is_here
             or not repeated.fits(tensor, op, prescale, postscale)
+            or tensor.__class__ not in _PLAIN
             or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or tensor.is_inference()  # torch refuses to change it outside of inference mode
         ):
             return False
         return self._driver.reduce_now(repeated, tensor)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.mpi_start import is_loss
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hpctrain.negotiation.progress_engine import ProgressEngine
+
+T = TypeVar("T")
 
 TICK_S = 1.0  # interval of the stall checks, and of the checks for questions of other ranks
 _BURST_S, _MAX_PAUSES = 100e-6, 6
@@ -88,18 +90,11 @@ class EngineDriver:
 
     def reduce_now(self, repeated: Repeated, tensor: "Tensor") -> bool:
         """Execute a repeated reduction; return False if other operations are in flight."""
-        with self._lock:  # the kernel returns soon
-            if self._is_driven or self._num_callers:
-                return False
-            try:
-                done = self._progress.reduce_now(self, repeated, tensor)
-            except BaseException as error:  # the other ranks may have committed the operation
-                self._progress.break_down(error)
-                raise
+        done = self._drive_once(self._progress.reduce_now, self, repeated, tensor)
         if isinstance(done, Handle):  # another rank is late
             done.wait()
             return True
-        return done
+        return done is True
 
     @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
@@ -176,17 +171,22 @@ class EngineDriver:
 
     def _start(self, handle: Handle) -> None:
         """Start an operation on the fast path, if possible and no other operation is in flight."""
-        progress = self._progress
-        if progress.fast_path is None:
-            return
+        if self._progress.fast_path is not None:
+            self._drive_once(self._progress.start, handle)
+
+    def _drive_once(self, act: Callable[..., T], *arguments: Any) -> T | None:
+        """Call ``act`` as the only thread that drives; return None if another thread drives.
+
+        No lock is held meanwhile: a signal handler may call this object.
+        """
         with self._lock:
             if self._is_driven or self._num_callers:
-                return
+                return None
             self._is_driven = True
         try:
-            progress.start(handle)
+            return act(*arguments)
         except BaseException as error:  # the other ranks may have committed the operation
-            progress.break_down(error)
+            self._progress.break_down(error)
             raise
         finally:
             with self._lock:

@@ -75,18 +75,15 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""Schedule of votes. The number of messages does not depend on the size of the tensor, which a
-node that refuses does not know."""
+"""Schedule of votes, with as many messages for any size: a node that refuses knows no size."""
 _REFUSED = -1
-_CALL = b""  # sent by a node that receives before it sends
-_NUMBER_BYTES = 8
+_CALL, _NUMBER_BYTES = b"", 8  # _CALL is sent by a node that receives before it sends
 
 _MAX_KNOWN = 4096  # cached operations, with their views of the slots
 _NUM_POLLS = 20  # minimum, before a rank that shares its core sleeps
-_PLAIN = Tensor, torch.nn.Parameter  # classes whose values are stored at ``data_ptr``
 _VOTE_BYTES = 128 * KIB
-"""Maximum size, summed over the ranks of a node, of values that are sent with a vote: larger
-messages delay each other on slow links."""
+"""Maximum size, for all ranks of a node, of values that are sent with a vote: larger messages
+delay each other on slow links."""
 
 
 class Ballot(NamedTuple):
@@ -404,16 +401,19 @@ class FastPath:
         return known
 
     def reduce_now(self, known: Known, tensor: Tensor) -> bool | None:
-        """Prepare a reduction of ``tensor`` in place, and execute it if it is committed soon.
+        """Reduce a plain contiguous tensor in place; return the last result of ``commit.poll``.
 
-        ``tensor`` must be contiguous. Returns the last result of ``commit.poll``. Also returns
-        False, and prepares nothing, if the kernel is off or does not support the operation.
+        Also returns False if the kernel is off or does not support the operation.
         """
-        if known.reduce is None or tensor.__class__ not in _PLAIN or tensor.is_neg():
+        if known.reduce is None:
+            return False
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a wrapper of torch.func, without memory
             return False
         commit, node = self.commit, self._node
         word = commit.num_commits << _NUMBER_BITS | known.number + 1
-        code = known.reduce(word, node.turn, tensor.data_ptr())
+        code = known.reduce(word, node.turn, address)
         if commit.record(code, word):
             node.switch_slots((1 + self._size) * known.num_bytes)
             increment_version((tensor,))

@@ -147,6 +147,9 @@ class ProgressEngine:
         if verdict is None:
             handle = queue.in_flight[name] = TensorHandle(driver, repeated, tensor)
             self._prepared = handle, known
+            self._stalls.last_call.enter()
+            if self.broken is not None:  # another thread has failed since the check
+                self.fail_all(self.broken)
             return handle
         queue.in_flight.pop(name, None)  # another thread may have failed all operations
         if verdict:
@@ -191,7 +194,7 @@ class ProgressEngine:
         """Fail all pending operations of this rank with ``error``."""
         self._prepared = None
         for handle in self.queue.take_all():
-            if not handle.is_done:
+            if not handle.is_done and handle is not _AT_ONCE:
                 handle.fail(error)
 
     def _announce_submitted(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import threading
 import time
 
@@ -14,6 +15,7 @@ from hpctrain.core.errors import CommError, HorovodInternalError
 from hpctrain.core.libc import Timer
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.engine_driver import EngineDriver
+from hpctrain.negotiation.fast_path import NodeCommit
 from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, Sum
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
@@ -305,6 +307,43 @@ def test_random_sums_with_late_ranks_threads_and_layouts_are_exact(controller):
         assert found is tensor
         assert tensor.tolist() == [total + size * step] * numel
         assert all(other.wait()[0].tolist() == [total] * 3 for other in others)
+
+
+@SEVERAL
+def test_tensors_of_inference_mode_have_one_outcome_on_all_ranks(ranks, controller):
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+    for step in range(8):
+        if step % ranks.size == ranks.rank:
+            time.sleep(2e-3)
+        is_done = True
+        try:
+            run_now(controller, "created in inference mode", tensor)
+        except (RuntimeError, CommError):
+            is_done = False
+        assert len({*ranks.allgather_object(is_done)}) == 1
+
+
+@SEVERAL
+def test_a_signal_handler_may_use_the_controller_during_a_reduction(controller, monkeypatch):
+    record = NodeCommit.record
+
+    def noted(self, code, word):
+        signal.raise_signal(signal.SIGUSR2)
+        return record(self, code, word)
+
+    def handler(*_):
+        controller._driver.nudge()
+        controller._driver.look()
+
+    monkeypatch.setattr(NodeCommit, "record", noted)
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        for _ in range(10):
+            tensor = run_now(controller, "again", torch.ones(2))
+            assert tensor.tolist() == [controller.comm.size] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 @SEVERAL
