@@ -64,25 +64,18 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     wait_request(request, watch)
     watch.confirm()
     if extremes[0] != -extremes[1]:
-        raise disagreement(comm, call, watch, fails=False)
+        raise disagreement(comm, call, watch)
 
 
-def disagreement(
-    comm: MPI.Intracomm, call: Call, watch: Watch, *, fails: bool = True
-) -> MismatchError:
+def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
     """Exchange the calls of all ranks; return an error that names the calls. Collective.
-
-    Also fails a communicator of several nodes, unless ``fails`` is false.
 
     Raises:
         RankLostError: another rank does not call this function, because a wait of that rank has
             failed.
     """
     texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
-    error = different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))
-    if fails and watch.number is not None:
-        watch.fail(error)
-    return error
+    return different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))
 
 
 def in_step(method: Method) -> Method:

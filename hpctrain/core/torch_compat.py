@@ -6,7 +6,7 @@ each fallback states the first version of torch that does not need the fallback.
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
@@ -93,17 +93,11 @@ Operator: type = torch._ops.OpOverload
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the backward pass that runs in this thread, or -1 outside of a pass."""
 is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
+increment_version: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+"""Record that tensors were changed in place, by code that autograd does not see.
 
-
-def _one_by_one(tensors: tuple[Tensor, ...]) -> None:
-    for tensor in tensors:
-        graph.increment_version(tensor)
-
-
-increment_version: Callable[[tuple[Tensor, ...]], None] = _one_by_one
-"""Record that tensors were changed in place, by code that autograd does not see."""
-if VERSION >= (2, 13):  # tested there; the public function takes twice as long
-    increment_version = torch._C._increment_version
+The public function, which also takes a single tensor, needs twice the time.
+"""
 BACKWARD: CodeType = graph._engine_run_backward.__code__
 """Code object of the Python frame that calls the C++ code of autograd."""
 

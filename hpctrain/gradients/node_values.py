@@ -20,7 +20,7 @@ from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.torch_compat import version_of
+from hpctrain.core.torch_compat import increment_version, version_of
 from hpctrain.gradients.elementwise import PieceStep, StateSpec
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, ParameterPiece
@@ -272,7 +272,7 @@ class NodeValues:
             if is_present
         ]
         # As after an ordinary step, earlier graphs must not use the changed parameters.
-        torch.autograd.graph.increment_version(changed)
+        increment_version(changed)
         self._note_versions()
 
     def _note_versions(self) -> None:

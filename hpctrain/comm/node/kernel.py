@@ -27,7 +27,7 @@ _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change 
 Reduce = Callable[[int, int, int], int]
 
 
-class Reduction(ctypes.Structure):
+class ReductionStruct(ctypes.Structure):
     """A repeated reduction of ``numel`` elements, which fit a slot."""
 
     _fields_ = (
@@ -181,7 +181,7 @@ class Kernel:
         values. The function returns ``DONE``; ``LATE`` if the reduction remains prepared, because
         another rank is late; or ``DIFFERENT`` if it is aborted.
         """
-        what = Reduction(dtype, scale is not None, numel, scale or 0.0)
+        what = ReductionStruct(dtype, scale is not None, numel, scale or 0.0)
         function = self._commits[numel > _INSTANT_NUMEL]
         return partial(function, self._state, ctypes.byref(what))  # which keeps ``what``
 

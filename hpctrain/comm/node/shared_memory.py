@@ -26,8 +26,9 @@ from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
-from hpctrain.core.errors import CommError, NodeMemoryError
+from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
 from hpctrain.core.libc import Segment
+from hpctrain.core.torch_compat import increment_version
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -119,7 +120,7 @@ class SharedMemory:
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            raise disagreement(self._node, call, self._watch, fails=not of_node)
+            raise self._disagreement(call, of_node=of_node)
 
     def switch_slots(self, num_bytes: int) -> None:
         """Make ``turn`` select the other cell and slot; count ``num_bytes``. Not collective.
@@ -191,7 +192,7 @@ class SharedMemory:
         what = number, values.data_ptr(), values.numel(), scale
         code = kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
         self._finish(code, call)
-        torch.autograd.graph.increment_version(values)
+        increment_version((values,))
         self.turn = (self.turn + self.slots.num_chunks(values)) % 2
         return True
 
@@ -199,7 +200,13 @@ class SharedMemory:
         """Wait until a call of the kernel is complete; raise its error."""
         if self.waits.finish(code) == DIFFERENT:
             self.turn = 1 - self.turn
-            raise disagreement(self._node, call, self._watch)
+            raise self._disagreement(call, of_node=False)
+
+    def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
+        error = disagreement(self._node, call, self._watch)
+        if self._watch.number is not None and not of_node:
+            self._watch.fail(error)
+        return error
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
         """Call ``reduce``; return whether all sums that ``reduce`` writes to buckets are finite.
