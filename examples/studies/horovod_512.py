@@ -8,7 +8,7 @@ no overlap to overlap of sums and backward, with flat rings and fusion buffers o
 Nothing is fitted. Assumed: 64 images a GPU, the speeds below, 5 us for each message.
 """
 
-from hpctrain.cost import Link, Machine, Model, Way, step_time
+from hpctrain.cost import AllreduceSpec, Link, Machine, Model, step_time
 
 MACHINE = Machine(nodes=128, ranks_per_node=4, node=Link(5e-6, 10e9), network=Link(5e-6, 25e9 / 8))
 BATCH = 64
@@ -33,8 +33,8 @@ def band(parameters: float, images_per_s: float) -> tuple[float, float]:
         )
         for overlap in (False, True)
     )
-    way = Way("ring")
-    low, high = (step_time(MACHINE, model, BATCH, way) for model in (without, beside))
+    spec = AllreduceSpec("ring")
+    low, high = (step_time(MACHINE, model, BATCH, spec) for model in (without, beside))
     return low.efficiency, high.efficiency
 
 

@@ -17,7 +17,7 @@ determine it. Predicted are 64 and 128 GPUs.
 
 from statistics import median
 
-from hpctrain.cost import Machine, Way, allreduce, parameter_server
+from hpctrain.cost import AllreduceSpec, Machine, allreduce, parameter_server
 
 BATCH = 64
 GRADIENTS = 4 * 23.85e6  # bytes of Inception-v3
@@ -83,7 +83,8 @@ def ring(system: str, part: float) -> dict[int, float]:
     """Return the efficiencies of a ring at the same speed, of which as much is waited for."""
     alone, bytes_per_s = steps(system)[1], part / waiting_per_byte(system)
     sent = {
-        k: allreduce(Machine(nodes=k), GRADIENTS, Way("ring")).network_bytes / bytes_per_s
+        k: allreduce(Machine(nodes=k), GRADIENTS, AllreduceSpec("ring")).network_bytes
+        / bytes_per_s
         for k in GPUS
     }
     return {k: alone / max(alone + part * sent[k], sent[k]) for k in GPUS}

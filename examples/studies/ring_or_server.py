@@ -7,7 +7,7 @@ four servers, a server on every node, a ring and two trees, and the lower bound 
 the message in log2 K rounds. A server first receives and then sends, without overlap.
 """
 
-from hpctrain.cost import Link, Machine, Way, allreduce, bound, parameter_server
+from hpctrain.cost import AllreduceSpec, Link, Machine, allreduce, bound, parameter_server
 
 GRADIENTS = 100e6
 NETWORK = Link(20e-6, 10e9 / 8)
@@ -25,8 +25,8 @@ def seconds(nodes: int) -> dict[str, float]:
         "1 server": served(1),
         "4 servers": served(min(4, nodes)),
         "all nodes": served(nodes),
-        "ring": allreduce(machine, GRADIENTS, Way("ring")).seconds(machine),
-        "trees": allreduce(machine, GRADIENTS, Way("double_tree")).seconds(machine),
+        "ring": allreduce(machine, GRADIENTS, AllreduceSpec("ring")).seconds(machine),
+        "trees": allreduce(machine, GRADIENTS, AllreduceSpec("double_tree")).seconds(machine),
         "bound": bound(machine, GRADIENTS).seconds(machine),
     }
 

@@ -141,7 +141,7 @@ def _show(found: "Fit") -> None:
     screen, machine = console.make_console(shown=True), found.machine()
     points = [
         (
-            *(str(point.nodes), str(point.ranks_per_node), str(point.way)),
+            *(str(point.nodes), str(point.ranks_per_node), str(point.spec)),
             *(format_bytes(point.num_bytes), format_seconds(point.seconds)),
             *(format_seconds(found.seconds(point)), f"{off:+.0%}"),
         )

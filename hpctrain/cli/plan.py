@@ -190,7 +190,7 @@ def _as_dict(advice: "Advice") -> dict[str, Any]:
     def described(one: "Candidate") -> dict[str, Any]:
         names = ("nodes", "batch", "local_steps", "checkpoint_every_s", "goodput", "seconds")
         found = {name: getattr(one, name) for name in (*names, "node_hours")}
-        found |= asdict(one.way) | asdict(one.step)
+        found |= asdict(one.spec) | asdict(one.step)
         return finite(found | {"steps": one.num_steps, "efficiency": one.step.efficiency})
 
     return {
@@ -209,7 +209,7 @@ def _show(advice: "Advice", model: "Model") -> None:
 
     def described(one: "Candidate") -> tuple[str, ...]:
         step = format_seconds(one.step.total_s), f"{one.step.efficiency:.0%}"
-        plain = map(str, (one.nodes, one.batch, one.way.codec, one.local_steps))
+        plain = map(str, (one.nodes, one.batch, one.spec.codec, one.local_steps))
         cost = format_seconds(one.seconds), f"{one.node_hours:.4g}"
         return ("*" if one == best else "", *plain, *step, f"{one.goodput:.1%}", *cost)
 
@@ -234,7 +234,7 @@ def _show(advice: "Advice", model: "Model") -> None:
     sum_s, least_s = (
         format_seconds(load.seconds(machine))
         for load in (
-            collectives.allreduce(machine, num_bytes, best.way),
+            collectives.allreduce(machine, num_bytes, best.spec),
             collectives.bound(machine, num_bytes),
         )
     )
@@ -243,7 +243,7 @@ def _show(advice: "Advice", model: "Model") -> None:
         often = f"every {format_seconds(every_s)} of computing (Daly)"
     lines = [
         ("more nodes", stop),
-        ("all gradients", f"reduced in {sum_s} by {best.way}, without overlap"),
+        ("all gradients", f"reduced in {sum_s} by {best.spec}, without overlap"),
         ("", f"in float32 no algorithm takes less than {least_s} (bound)"),
         ("checkpoints", often),
     ]

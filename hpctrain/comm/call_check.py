@@ -64,7 +64,8 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     wait_request(request, watch)
     watch.confirm()
     if extremes[0] != -extremes[1]:
-        raise disagreement(comm, call, watch)
+        watch.mismatch = disagreement(comm, call, watch)
+        raise watch.mismatch
 
 
 def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:

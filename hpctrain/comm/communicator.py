@@ -47,19 +47,19 @@ class Internode(Protocol):
 class Communicator(Protocol):
     """A fixed group of ranks with collective operations on tensors.
 
-    Every method except ``part_of``, ``send``, ``recv_``, ``fail``, ``traffic``, ``before_close``
-    and ``close`` is collective: all ranks call it, in the same order. Tensors are dense and on
-    the CPU. Every dtype that torch can calculate with, every layout and every size, including
-    empty and scalar tensors, is accepted. A trailing ``_`` means in place.
+    Every method except ``part_of``, ``send``, ``recv_``, ``fail``, ``rejoin``, ``traffic``,
+    ``before_close`` and ``close`` is collective: all ranks call it, in the same order. Tensors are
+    dense and on the CPU. Every dtype that torch can calculate with, every layout and every size,
+    including empty and scalar tensors, is accepted. A trailing ``_`` means in place.
     Reductions combine the ranks in an order that the plan fixes, so results are bitwise identical
     on all ranks and in all runs with the same plan.
 
     Every method that waits for other ranks raises ``RankLostError`` if one of them died, left the
     program, or was late by more than ``HPCTRAIN_TIMEOUT``.
 
-    If ranks make different calls, all raise ``MismatchError``. Exception: reductions across
-    nodes compare calls only within each node; between nodes, a difference that leaves the
-    message sizes equal is not detected.
+    If ranks make different calls, all raise ``MismatchError``, then and in each later call until
+    ``rejoin``. Exception: reductions across nodes compare calls only within each node; between
+    nodes, a difference that leaves the message sizes equal is not detected.
 
     A codec, which compresses gradients, replaces the second step of a bucket's all-reduce::
 
@@ -273,6 +273,14 @@ class Communicator(Protocol):
         """Mark this communicator as failed, so that later calls raise on all ranks.
 
         Called after an error has interrupted a collective on this rank. Not collective.
+        """
+        return
+
+    def rejoin(self) -> None:
+        """Allow calls again after a ``MismatchError`` for different calls. Not collective.
+
+        The next call of every rank must be the same; without this method the rank raises the
+        error again in each call.
         """
         return
 

@@ -300,6 +300,10 @@ class MpiCommunicator(Communicator):
         """Mark this communicator as failed on all ranks."""
         self._watch.fail()
 
+    def rejoin(self) -> None:
+        """Allow calls again after different calls."""
+        self._watch.mismatch = None
+
     def traffic(self) -> Traffic:
         """Return bytes sent by messages or passed to MPI collectives, and seconds waited."""
         sent = self._library_bytes + self.wire.num_bytes_sent

@@ -228,6 +228,8 @@ class Watch:
         """Number of the communicator, the same on all its ranks; None if they need no notices."""
         self.on_fail: list[Callable[[], object]] = []
         """Functions called when a call of this rank fails, on the thread of the call."""
+        self.mismatch: MismatchError | None = None
+        """Error that all ranks have raised because their calls differed; None if none did."""
         self._notices = notices
         self._failure_seen_s: float | None = None
         self._has_lost = False  # whether a lost rank was detected
@@ -358,10 +360,17 @@ class Watch:
     def require_in_step(self) -> None:
         """Raise ``CommError`` if the communicator is known to have failed. Not collective.
 
-        Failures on other nodes are known once ``confirm`` has read their reports.
+        Failures on other nodes are known once ``confirm`` has read their reports. After different
+        calls, ``MismatchError`` is raised until ``mismatch`` is None: a program that caught the
+        error and continued would otherwise get results of calls that do not belong together.
         """
         if self.sign[0]:
             raise self._failure()
+        if self.mismatch is not None:
+            raise MismatchError(
+                f"{self.mismatch}; this error of an earlier call has ended the communicator: end "
+                f"the program, or make a new world by shutdown() and init() on every rank"
+            )
 
     def confirm(self) -> None:
         """Raise ``CommError`` if the communicator has failed on any rank. Not collective.

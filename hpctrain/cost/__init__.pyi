@@ -1,6 +1,6 @@
+from hpctrain.cost.collectives import AllreduceSpec as AllreduceSpec
 from hpctrain.cost.collectives import CodecCost as CodecCost
 from hpctrain.cost.collectives import Load as Load
-from hpctrain.cost.collectives import Way as Way
 from hpctrain.cost.collectives import allreduce as allreduce
 from hpctrain.cost.collectives import bound as bound
 from hpctrain.cost.collectives import codec_cost as codec_cost

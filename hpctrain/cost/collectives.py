@@ -88,7 +88,7 @@ def codec_cost(name: str) -> CodecCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class AllreduceSpec:
     """Algorithm, rails and codec of an all-reduce.
 
     Raises:
@@ -118,22 +118,22 @@ class Way:
 ON_A_NODE = ("slices", "direct")
 
 
-def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
+def allreduce(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> Load:
     """Return the load of an all-reduce over all ranks; independent of the speed of links.
 
     Ranks are numbered by node. Inside a node every rank sums a slice of the message in shared
     memory, or the whole message with the algorithm ``direct``; only flat algorithms send messages
     inside a node. Messages that share a NIC are sent one after the other.
     """
-    before, after = around(machine, num_bytes, way)
-    rails, sent = between_nodes(machine, num_bytes, way)
+    before, after = around(machine, num_bytes, spec)
+    rails, sent = between_nodes(machine, num_bytes, spec)
     if (machine.nodes if rails else machine.num_ranks) == 1:
         return before + after
     shape = MachineShape(
         **{each.name: getattr(machine, each.name) for each in fields(MachineShape)}
     )
-    of_messages = _double_tree if way.algorithm == "double_tree" else _in_rounds
-    return before + of_messages(sent, way.algorithm, shape, rails) + after
+    of_messages = _double_tree if spec.algorithm == "double_tree" else _in_rounds
+    return before + of_messages(sent, spec.algorithm, shape, rails) + after
 
 
 def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
@@ -181,42 +181,42 @@ def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: i
     return _load_of(shape, rails, 4 * depth, 2 * up, width, up)
 
 
-def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, float]:
+def between_nodes(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> tuple[int, float]:
     """Return the number of rails per node, and the bytes that each rail reduces between nodes."""
-    if way.algorithm in ON_A_NODE and machine.nodes > 1:
+    if spec.algorithm in ON_A_NODE and machine.nodes > 1:
         raise ConfigError(
-            f"{way.algorithm} can only run on one node, got {machine.nodes}; choose another "
+            f"{spec.algorithm} can only run on one node, got {machine.nodes}; choose another "
             "algorithm"
         )
-    rails = min(way.rails, machine.ranks_per_node)
-    return rails, codec_cost(way.codec).bytes_per_element / 4 * num_bytes / (rails or 1)
+    rails = min(spec.rails, machine.ranks_per_node)
+    return rails, codec_cost(spec.codec).bytes_per_element / 4 * num_bytes / (rails or 1)
 
 
-def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
+def around(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> tuple[Load, Load]:
     """Return two loads of codec and node memory: before and after the messages between nodes."""
-    local, codec, before, after = machine.ranks_per_node, codec_cost(way.codec), Load(), Load()
-    rails = min(way.rails, local)
+    local, codec, before, after = machine.ranks_per_node, codec_cost(spec.codec), Load(), Load()
+    rails = min(spec.rails, local)
     if machine.nodes > 1 or (local > 1 and not rails):
         coded = machine.turns(rails or local) * num_bytes / (rails or 1) / 2
         before = Load(combined_bytes=codec.passes * coded, codec_s=codec.s_per_byte * coded)
         after = before
     if rails:
         turns, depth = machine.turns(local), (local - 1).bit_length()
-        if way.algorithm == "direct":
+        if spec.algorithm == "direct":
             return Load(turns * depth, combined_bytes=turns * (local - 1) * num_bytes), Load()
         part = Load(turns * depth, combined_bytes=turns * (local - 1) / local * num_bytes)
         before, after = part + Load(turns * depth) + before, after + part
     return before, after
 
 
-def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
+def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> AllreduceSpec:
     """Return the fastest algorithm and number of rails; the algorithm ``slices`` for one node."""
     local = machine.ranks_per_node
     if machine.nodes == 1:
-        return Way("slices", rails=1)
+        return AllreduceSpec("slices", rails=1)
     rails = sorted({1, min(machine.nics, local), min(2 * machine.nics, local), local})
-    ways = [Way(name, many, codec) for name in SCHEDULES for many in rails]
-    return min(ways, key=lambda way: allreduce(machine, num_bytes, way).seconds(machine))
+    specs = [AllreduceSpec(name, many, codec) for name in SCHEDULES for many in rails]
+    return min(specs, key=lambda spec: allreduce(machine, num_bytes, spec).seconds(machine))
 
 
 def bound(machine: Machine, num_bytes: float) -> Load:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import publishing
 from hpctrain.core.checks import CheckedFields, Count, Number, Positive
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.collectives import Load, Way, allreduce
+from hpctrain.cost.collectives import AllreduceSpec, Load, allreduce
 from hpctrain.cost.machine import Link, Machine
 
 Vector = NDArray[np.float64]
@@ -47,9 +47,9 @@ class Point(CheckedFields):
     seconds: Positive  # seconds of the slowest rank
 
     @property
-    def way(self) -> Way:
+    def spec(self) -> AllreduceSpec:
         """Algorithm of the all-reduce; raises ``ConfigError`` if there is no model for it."""
-        return Way(self.algorithm, self.rails, self.codec)
+        return AllreduceSpec(self.algorithm, self.rails, self.codec)
 
     @property
     def shape(self) -> Machine:
@@ -63,7 +63,7 @@ class Point(CheckedFields):
 
     def load(self) -> Load:
         """Return the predicted load of the all-reduce on links and processors."""
-        return allreduce(self.shape, self.num_bytes, self.way)
+        return allreduce(self.shape, self.num_bytes, self.spec)
 
 
 def read_points(path: Path) -> list[Point]:

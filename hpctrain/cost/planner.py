@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.core.checks import Amount, CheckedFields, Number, Positive
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.collectives import CODECS, Way, codec_cost, fastest
+from hpctrain.cost.collectives import CODECS, AllreduceSpec, codec_cost, fastest
 from hpctrain.cost.failures import daly, goodput
 from hpctrain.cost.learning import most_local_steps, samples_needed
 from hpctrain.cost.machine import Machine
@@ -54,7 +54,7 @@ class Candidate:
 
     machine: Machine  # machine with the nodes of this candidate
     batch: int  # samples of a step, over all ranks
-    way: Way
+    spec: AllreduceSpec
     local_steps: int
     step: StepTime
     num_steps: float
@@ -79,7 +79,7 @@ class Candidate:
     @property
     def score(self) -> float:
         """Seconds until the goal is reached, with a penalty for a codec and for local steps."""
-        departures = (self.way.codec != "none") + (self.local_steps > 1)
+        departures = (self.spec.codec != "none") + (self.local_steps > 1)
         return self.seconds / GAIN**departures
 
 
@@ -158,7 +158,7 @@ def _unlike_first(candidates: list[Candidate]) -> list[Candidate]:
 
     A method is a codec, with or without local steps.
     """
-    first = {(c.way.codec, c.local_steps > 1): c for c in reversed(candidates)}
+    first = {(c.spec.codec, c.local_steps > 1): c for c in reversed(candidates)}
     chosen = [c for c in candidates if c in first.values()]
     return chosen + [c for c in candidates if c not in chosen]
 
@@ -179,21 +179,21 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
         batches = [batch for batch in _batches(goal) if batch >= part.num_ranks]
-        ways = [_fastest(part, model, codec) for codec in (codecs if nodes > 1 else ["none"])]
+        specs = [_fastest(part, model, codec) for codec in (codecs if nodes > 1 else ["none"])]
         mtbf_s = machine.mtbf_s / nodes
-        for way, batch in product(ways, batches):
+        for spec, batch in product(specs, batches):
             num_steps = max(1.0, goal.samples_at(batch) / batch)
             for local_steps in _local_steps(part, goal, batch):
                 share = batch / part.num_ranks
-                step = step_time(part, model, share, way, local_steps=local_steps)
+                step = step_time(part, model, share, spec, local_steps=local_steps)
                 every_s = daly(machine.checkpoint_s, mtbf_s) if mtbf_s < math.inf else math.inf
                 # The interval is at least one step, also if a checkpoint costs nothing.
                 every_s = max(every_s, step.total_s)
                 left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
-                yield Candidate(part, batch, way, local_steps, step, num_steps, every_s, left)
+                yield Candidate(part, batch, spec, local_steps, step, num_steps, every_s, left)
 
 
-def _fastest(machine: Machine, model: Model, codec: str) -> Way:
+def _fastest(machine: Machine, model: Model, codec: str) -> AllreduceSpec:
     # The choice depends only on the message size, which is equal for all buckets.
     return fastest(machine, min(model.num_bytes, model.bucket_bytes), codec)
 
@@ -214,8 +214,8 @@ def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
     def step(bytes_per_s: float, codec: str, local_steps: int) -> StepTime:
         network = replace(here.network, bytes_per_s=bytes_per_s)
         machine = replace(here, network=network)
-        way = _fastest(machine, model, codec)
-        return step_time(machine, model, share, way, local_steps=local_steps)
+        spec = _fastest(machine, model, codec)
+        return step_time(machine, model, share, spec, local_steps=local_steps)
 
     def saves(bytes_per_s: float, *option: Any) -> float:
         return 1 - step(bytes_per_s, *option).total_s / step(bytes_per_s, "none", 1).total_s

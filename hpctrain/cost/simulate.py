@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.collectives import Way, around, between_nodes
+from hpctrain.cost.collectives import AllreduceSpec, around, between_nodes
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.round_messages import Step, members, phases
 from hpctrain.cost.schedules import SCHEDULES
@@ -27,7 +27,7 @@ _LOOK_EACH = 32  # number of rounds between two checks for a constant duration o
 
 
 def allreduce_times(
-    way: Way, num_bytes: float, machine: Machine, start: Times | None = None
+    spec: AllreduceSpec, num_bytes: float, machine: Machine, start: Times | None = None
 ) -> Times:
     """Return the time at which each rank has the sum over all ranks.
 
@@ -35,7 +35,7 @@ def allreduce_times(
     by ``collectives.around``. Ranks of a node synchronize before and after these messages.
 
     Args:
-        way: algorithm, rails and codec.
+        spec: algorithm, rails and codec.
         num_bytes: length of the message.
         machine: ranks and links.
         start: time in seconds at which each rank starts the all-reduce; 0 by default.
@@ -46,12 +46,12 @@ def allreduce_times(
     Raises:
         ConfigError: ``start`` does not have a time for each rank.
     """
-    rails, sent = between_nodes(machine, num_bytes, way)
-    before, after = (each.seconds(machine) for each in around(machine, num_bytes, way))
+    rails, sent = between_nodes(machine, num_bytes, spec)
+    before, after = (each.seconds(machine) for each in around(machine, num_bytes, spec))
     times = _synchronized(_started(start, machine), machine, rails) + before
     groups = members(machine, rails)
     if (size := groups.shape[1]) > 1 and sent:
-        schedule = SCHEDULES[way.algorithm]
+        schedule = SCHEDULES[spec.algorithm]
         num_segments = schedule.num_segments(int(sent), size)
         piece_bytes = sent / (schedule.num_parts(size) * num_segments)
         turns = machine.turns(rails or machine.ranks_per_node)

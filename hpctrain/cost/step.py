@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.core.checks import Amount, Bounds, CheckedFields, Positive
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import MIB
-from hpctrain.cost.collectives import Way, allreduce, bound
+from hpctrain.cost.collectives import AllreduceSpec, allreduce, bound
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.simulate import allreduce_times
 
@@ -89,7 +89,7 @@ def lateness(machine: Machine, local_steps: int = 1) -> float:
 
 
 def step_time(
-    machine: Machine, model: Model, rank_share: float, way: Way, *, local_steps: int = 1
+    machine: Machine, model: Model, rank_share: float, spec: AllreduceSpec, *, local_steps: int = 1
 ) -> StepTime:
     """Return the predicted time of a step in which each rank processes ``rank_share`` samples.
 
@@ -98,7 +98,7 @@ def step_time(
     per ``local_steps`` steps, without overlap.
     """
     compute_s, buckets = rank_share / model.samples_per_s, model.num_buckets
-    sum_s = buckets * allreduce(machine, model.num_bytes / buckets, way).seconds(machine)
+    sum_s = buckets * allreduce(machine, model.num_bytes / buckets, spec).seconds(machine)
     hidden_s = model.left_s(rank_share, 1 / buckets) if local_steps == 1 else 0.0
     exposed_s = max(sum_s - hidden_s, sum_s / buckets) / local_steps
     return StepTime(compute_s, compute_s * (lateness(machine, local_steps) - 1), exposed_s)
@@ -108,7 +108,7 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
     machine: Machine,
     model: Model,
     rank_share: float,
-    way: Way,
+    spec: AllreduceSpec,
     *,
     local_steps: int = 1,
     num_steps: int = 1,
@@ -139,7 +139,7 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
             left_s = model.left_s(rank_share, bucket / buckets) if local_steps == 1 else 0.0
             ready = begin + compute_s * (1 - left_s / alone_s)
             num_bytes = model.num_bytes / buckets
-            done = allreduce_times(way, num_bytes, machine, np.maximum(ready, done))
+            done = allreduce_times(spec, num_bytes, machine, np.maximum(ready, done))
         begin = np.maximum(begin + compute_s, done)
     steps = num_rounds * local_steps
     step_s, slowest_s = float(begin.max()) / steps, slowest_s / steps

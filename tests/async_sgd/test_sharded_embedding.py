@@ -289,6 +289,7 @@ def test_error_of_one_rank_raises_on_all_ranks(hvd_nodes):
     def all_hear(function, text, error=MismatchError):
         with pytest.raises(error, match=text):
             function()
+        current().comm.rejoin()
 
     wrong = torch.tensor([ROWS]) if first else torch.tensor([0])
     all_hear(lambda: table(wrong), "rank 0: ids of a table of 5000 rows .* 0 to 4999, got 5000")

@@ -233,6 +233,9 @@ def test_different_calls_raise_on_all_ranks(world, comm):
     for message, call in DIFFERENT.items():
         with pytest.raises(MismatchError, match=rf"same calls in the same order.*({message})"):
             call(comm, world.rank == world.size - 1)
+        with pytest.raises(MismatchError, match=r"an earlier call has ended the communicator"):
+            comm.barrier()
+        comm.rejoin()
     comm.barrier()
 
 

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from random import Random
 
 import pytest
 import torch
@@ -23,6 +24,33 @@ NUM_PROGRAMS = 4
 def test_calls_after_a_failure_return_their_own_result_or_raise(world, number):
     wrong, program = failing.check(FIRST[world.size] + number, world)
     assert not wrong, program
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(6))
+def test_results_after_a_caught_mismatch_belong_to_the_same_call(world, comm, seed):
+    """One rank leaves out or repeats a call; all ranks catch errors and continue."""
+    random = Random(seed)
+    odd, at, is_repeated = (
+        random.randrange(world.size),
+        random.randrange(11),
+        random.random() < 0.5,
+    )
+    program = list(range(12))
+    if world.rank == odd:
+        program[at : at + 1] = [at, at] if is_repeated else []
+    results = {}
+    for number in program:
+        value = torch.full((number + 1,), float(number))
+        try:
+            if number % 3 == 2:
+                results[number] = comm.allgather_object(number)
+            else:
+                comm.allreduce_(value)
+                results[number] = [float(value[0]) / world.size] * world.size
+        except CommError:
+            continue
+    assert results == {number: [number] * world.size for number in range(at + is_repeated)}
 
 
 @pytest.mark.ranks(2)
@@ -207,6 +235,7 @@ def test_compared_calls_keep_ranks_in_step_however_late_a_rank_is(world, monkeyp
         time.sleep(0.4 if is_last else 0)
         with pytest.raises(MismatchError, match="rank 1: broadcast of 1"):
             made.comm.broadcast_(torch.ones(1 if world.rank == 1 else 2), 0)
+        made.comm.rejoin()
         time.sleep(0.4 if is_last else 0)
         total = torch.ones(3)
         made.comm.allreduce_(total)

@@ -88,9 +88,11 @@ def test_different_calls_raise_on_every_rank_with_the_calls_of_all_ranks(world, 
     numel = 11 if world.rank == 1 else 10
     with pytest.raises(MismatchError, match=r"sum of 10 float32; rank 1: .*sum of 11 float32"):
         node.allreduce_(torch.ones(numel))
+    node.rejoin()
     op = Op.MAX if world.rank == 0 else Op.SUM
     with pytest.raises(MismatchError, match=r"max of 5 int32; ranks? 1.*sum of 5 int32"):
         node.allreduce_(torch.ones(5, dtype=torch.int32), op=op)
+    node.rejoin()
     total = torch.ones(3)
     node.allreduce_(total)
     assert bool((total == world.size).all())
@@ -154,8 +156,10 @@ def test_sizes_beyond_the_first_piece_and_factors_are_compared(world, node, nume
     last = world.rank == world.size - 1
     with pytest.raises(MismatchError, match="same calls in the same order"):
         node.allreduce_(torch.ones(SLOT + (numel if last else 0)))
+    node.rejoin()
     with pytest.raises(MismatchError, match=r"times 2\.0.*times 0\.5"):
         node.allreduce_(torch.ones(numel), scale=0.5 if last else 2.0)
+    node.rejoin()
     bucket = node.new_bucket(numel, torch.float32)
     with pytest.raises(MismatchError, match="max of bucket number 1"):
         node.allreduce_(bucket, op=Op.MAX if last else Op.SUM)
@@ -165,6 +169,7 @@ def test_sizes_beyond_the_first_piece_and_factors_are_compared(world, node, nume
 def test_new_buckets_must_be_equal_on_all_ranks(world, node):
     with pytest.raises(MismatchError, match="new bucket of 10 float32"):
         node.new_bucket(10 if world.rank == 0 else 1_000_000, torch.float32)
+    node.rejoin()
     bucket = node.new_bucket(10, torch.float32)
     node.allreduce_(bucket)
 

@@ -69,7 +69,11 @@ def test_errors_are_raised_by_the_operation_that_failed(world, threaded):
         wrong.wait()
     with pytest.raises(MismatchError, match="the same calls"):
         unequal.wait()
-    after.wait()
+    with pytest.raises(MismatchError, match="an earlier call has ended the communicator"):
+        after.wait()
+    assert right.tolist() == [1, 1]
+    threaded.rejoin()
+    threaded.allreduce_(right).wait()
     assert right.tolist() == [world.size] * 2
     with pytest.raises(MismatchError, match="rank 0: no"):
         threaded.agree(world.rank > 0, "no")

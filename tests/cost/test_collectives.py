@@ -10,8 +10,8 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.rail import algorithms
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.collectives import (
+    AllreduceSpec,
     Load,
-    Way,
     allreduce,
     bound,
     fastest,
@@ -40,15 +40,15 @@ def sent_by_each(name, size, numel=NUMEL):
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ["ring", "doubling", "halving"])
 def test_bytes_and_rounds_of_symmetric_schedules_equal_those_of_the_algorithm(name, size):
-    load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
+    load = allreduce(Machine(nodes=size), 4 * NUMEL, AllreduceSpec(name))
     assert set(sent_by_each(name, size)) == {(load.network_bytes, load.network_rounds)}
-    assert load == allreduce(Machine(nodes=size), 4 * NUMEL, Way(name, rails=1))
+    assert load == allreduce(Machine(nodes=size), 4 * NUMEL, AllreduceSpec(name, rails=1))
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 12])
 @pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"double_tree"}))
 def test_for_any_number_of_ranks_no_rank_sends_more_than_the_model_says(name, size):
-    load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
+    load = allreduce(Machine(nodes=size), 4 * NUMEL, AllreduceSpec(name))
     most = max(num_bytes for num_bytes, _ in sent_by_each(name, size))
     slack = 4 * size  # parts differ by an element
     # The path of a rank also carries messages of others: up to twice its own.
@@ -57,14 +57,14 @@ def test_for_any_number_of_ranks_no_rank_sends_more_than_the_model_says(name, si
 
 def test_a_rank_between_two_trees_waits_for_twice_what_it_sends_once_they_are_full():
     segments = 4000
-    load = allreduce(Machine(nodes=12), segments * SEGMENT_BYTES, Way("double_tree"))
+    load = allreduce(Machine(nodes=12), segments * SEGMENT_BYTES, AllreduceSpec("double_tree"))
     assert load.network_bytes == pytest.approx(4 * segments * SEGMENT_BYTES, rel=0.01)
     assert max(num_bytes for num_bytes, _ in sent_by_each("double_tree", 12)) == 2 * 4 * NUMEL
 
 
 @pytest.mark.parametrize(("numel", "size", "share"), [(1000, 8, 1.75), (1003, 8, 1.75)])
 def test_each_rank_of_a_ring_sends_two_k_minus_one_over_k(numel, size, share):
-    load = allreduce(Machine(nodes=size), 4 * numel, Way("ring"))
+    load = allreduce(Machine(nodes=size), 4 * numel, AllreduceSpec("ring"))
     assert load.network_bytes == pytest.approx(share * 4 * numel)
     sent = [num_bytes for num_bytes, _ in sent_by_each("ring", size, numel)]
     assert min(sent) <= load.network_bytes <= max(sent)
@@ -96,11 +96,13 @@ def leaving_first_node(name, nodes, ranks):
 @pytest.mark.parametrize("name", ["ring", "doubling", "halving"])
 def test_flat_ranks_share_the_network_adapter_of_their_node(name, nodes, ranks):
     machine = Machine(nodes=nodes, ranks_per_node=ranks)
-    load = allreduce(machine, 1.0, Way(name))
+    load = allreduce(machine, 1.0, AllreduceSpec(name))
     assert load.network_bytes == pytest.approx(leaving_first_node(name, nodes, ranks))
     two_cards = Machine(nodes=nodes, ranks_per_node=ranks, nics=2)
     shared = 1 if name == "ring" else 2  # a ring leaves a node once
-    assert allreduce(two_cards, 1.0, Way(name)).network_bytes == load.network_bytes / shared
+    assert (
+        allreduce(two_cards, 1.0, AllreduceSpec(name)).network_bytes == load.network_bytes / shared
+    )
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
@@ -111,7 +113,10 @@ def test_no_time_is_below_the_bounds(name, rails, codec):
     for nodes in (1, 2, 3, 4, 7, 8, 100, 1024):
         for nics in (1, 2):
             machine = Machine(nodes=nodes, ranks_per_node=4, nics=nics)
-            load, least = allreduce(machine, MIB, Way(name, rails, codec)), bound(machine, MIB)
+            load, least = (
+                allreduce(machine, MIB, AllreduceSpec(name, rails, codec)),
+                bound(machine, MIB),
+            )
             rounds = load.network_rounds + load.node_rounds
             assert rounds >= least.network_rounds
             assert load.network_bytes >= ratio * least.network_bytes * (1 - 1e-12)
@@ -120,14 +125,14 @@ def test_no_time_is_below_the_bounds(name, rails, codec):
 def test_two_levels_send_the_minimum_of_the_network():
     for nodes in (2, 4, 16):
         machine = Machine(nodes=nodes, ranks_per_node=8)
-        load = allreduce(machine, MIB, Way("ring", rails=8))
+        load = allreduce(machine, MIB, AllreduceSpec("ring", rails=8))
         assert load.network_bytes == pytest.approx(bound(machine, MIB).network_bytes)
 
 
 def test_rails_share_network_adapters_and_are_worthwhile_with_one_each():
     def sent(rails, nics):
         machine = Machine(nodes=4, ranks_per_node=4, nics=nics)
-        return allreduce(machine, MIB, Way("ring", rails)).network_bytes
+        return allreduce(machine, MIB, AllreduceSpec("ring", rails)).network_bytes
 
     assert sent(4, 1) == sent(1, 1)
     assert sent(4, 2) == sent(4, 1) / 2
@@ -137,7 +142,7 @@ def test_rails_share_network_adapters_and_are_worthwhile_with_one_each():
 def test_oversubscription_slows_pairs_but_not_a_ring_in_order():
     def sent(name, times):
         machine = Machine(nodes=64, leaf_size=8, oversubscription=times)
-        return allreduce(machine, MIB, Way(name)).network_bytes
+        return allreduce(machine, MIB, AllreduceSpec(name)).network_bytes
 
     assert sent("ring", 8) == sent("ring", 1)
     # All nodes of a leaf exchange with others in the last three of six rounds.
@@ -147,7 +152,9 @@ def test_oversubscription_slows_pairs_but_not_a_ring_in_order():
 
 def test_bf16_sends_half_the_bytes_and_rounding_has_a_cost():
     machine = Machine(nodes=4, ranks_per_node=2, network=Link(0, 1e8), reduce_bytes_per_s=1e10)
-    plain, half = (allreduce(machine, MIB, Way("ring", 2, codec)) for codec in ("none", "bf16"))
+    plain, half = (
+        allreduce(machine, MIB, AllreduceSpec("ring", 2, codec)) for codec in ("none", "bf16")
+    )
     assert half.network_bytes == plain.network_bytes / 2
     assert half.combined_bytes > plain.combined_bytes * 0.5
     assert half.seconds(machine) < plain.seconds(machine)
@@ -158,7 +165,7 @@ def test_bf16_sends_half_the_bytes_and_rounding_has_a_cost():
 def test_a_codec_is_its_bytes_and_its_seconds():
     machine = Machine(nodes=4, ranks_per_node=2)
     plain, none, int8 = (
-        allreduce(machine, MIB, Way("ring", 2, codec))
+        allreduce(machine, MIB, AllreduceSpec("ring", 2, codec))
         for codec in ("none", "mine:4:0", "int8:1:2e-10")
     )
     assert none == plain
@@ -170,7 +177,7 @@ def test_a_codec_is_its_bytes_and_its_seconds():
 def test_ranks_at_work_share_cores_and_those_that_wait_leave_them():
     def load(rails, ranks_per_core):
         machine = Machine(nodes=4, ranks_per_node=4, ranks_per_core=ranks_per_core)
-        return allreduce(machine, MIB, Way("ring", rails))
+        return allreduce(machine, MIB, AllreduceSpec("ring", rails))
 
     for rails in (1, 2, 4):
         alone, shared = load(rails, 1), load(rails, 4)
@@ -185,8 +192,8 @@ def test_latency_decides_for_short_messages_and_bandwidth_for_long_ones():
     machine = Machine(nodes=64, network=Link(1e-6, 1e10), reduce_bytes_per_s=1e11)
     assert fastest(machine, 8).algorithm == "doubling"
     assert fastest(machine, 256 * 2**20).algorithm in ("halving", "ring")
-    assert fastest(Machine(nodes=1, ranks_per_node=4), MIB) == Way("slices", 1)
-    assert allreduce(Machine(nodes=1), MIB, Way("ring")) == Load()
+    assert fastest(Machine(nodes=1, ranks_per_node=4), MIB) == AllreduceSpec("slices", 1)
+    assert allreduce(Machine(nodes=1), MIB, AllreduceSpec("ring")) == Load()
 
 
 def test_the_busiest_server_takes_from_all_ranks_and_a_large_tensor_cannot_be_shared_out():
@@ -200,12 +207,12 @@ def test_the_busiest_server_takes_from_all_ranks_and_a_large_tensor_cannot_be_sh
 
 def test_unknown_names_are_rejected():
     with pytest.raises(ConfigError, match=r"one of doubling, .*, got 'library'"):
-        Way("library")
+        AllreduceSpec("library")
     with pytest.raises(ConfigError, match="got 'slices'"):
-        Way("slices", rails=0)
+        AllreduceSpec("slices", rails=0)
     for codec in ("gzip", "int8:0:0", "int8:1:-1", "int8:one:1", "int8:nan:0"):
         with pytest.raises(ConfigError, match=f"one of none, fp16, bf16, or .*, got '{codec}'"):
-            Way("ring", codec=codec)
+            AllreduceSpec("ring", codec=codec)
 
 
 def test_rounds_of_a_bound_are_a_logarithm():
@@ -219,7 +226,7 @@ def test_closed_forms_equal_the_simulation_of_the_messages(name, nodes):
     machine = Machine(nodes=nodes, network=Link(1e-5, 1e9))
     for num_bytes in (64 << 10, 1 << 20, 16 << 20):
         ratio = (
-            allreduce(machine, num_bytes, Way(name)).seconds(machine)
-            / allreduce_times(Way(name), num_bytes, machine).max()
+            allreduce(machine, num_bytes, AllreduceSpec(name)).seconds(machine)
+            / allreduce_times(AllreduceSpec(name), num_bytes, machine).max()
         )
         assert 0.99 < ratio < 1.05 if name != "double_tree" else 0.85 < ratio < 1.6

@@ -55,7 +55,7 @@ def made(noise=0.0, seed=0):
                     seconds=1.0,
                 )
                 shape = replace(TRUE, nodes=nodes, ranks_per_node=ranks)
-                seconds = allreduce(shape, num_bytes, point.way).seconds(shape)
+                seconds = allreduce(shape, num_bytes, point.spec).seconds(shape)
                 points.append(replace(point, seconds=seconds * math.exp(random.normal(0, noise))))
     return points
 
@@ -98,7 +98,7 @@ def test_ranks_that_share_cores_are_slower_and_the_network_is_not():
 
 
 def test_unmeasured_figures_keep_the_default_of_a_machine():
-    on_a_node = [point for point in made() if point.nodes == 1 and point.way.rails]
+    on_a_node = [point for point in made() if point.nodes == 1 and point.spec.rails]
     machine = fit(on_a_node).machine()
     assert machine.network == Machine(nodes=1).network
     assert machine.node.latency_s == pytest.approx(TRUE.node.latency_s)

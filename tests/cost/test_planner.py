@@ -60,7 +60,7 @@ def test_no_candidate_within_reach_has_a_better_score():
     assert found.best not in found.next_best
     assert len(found.next_best) == 3
     assert all(found.best.score <= c.score for c in found.next_best)
-    kinds = {(c.way.codec, c.local_steps > 1) for c in (found.best, *found.next_best)}
+    kinds = {(c.spec.codec, c.local_steps > 1) for c in (found.best, *found.next_best)}
     assert len(kinds) == 4
 
 
@@ -76,7 +76,7 @@ def test_a_codec_and_local_steps_have_to_gain_enough():
 
 
 def departures(candidate):
-    return (candidate.way.codec != "none") + (candidate.local_steps > 1)
+    return (candidate.spec.codec != "none") + (candidate.local_steps > 1)
 
 
 def test_codec_is_faster_below_its_bandwidth_only():

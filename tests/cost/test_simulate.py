@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.collectives import Way, allreduce
+from hpctrain.cost.collectives import AllreduceSpec, allreduce
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.schedules import COPY, NOBODY, SCHEDULES
 from hpctrain.cost.simulate import allreduce_times
@@ -36,17 +36,19 @@ def test_times_of_a_flat_network_equal_the_closed_forms(ranks, num_bytes):
     }
     combined = {"ring": share, "halving": share, "doubling": rounds, "tree": rounds}
     for name, seconds in expected.items():
-        assert allreduce_times(Way(name), num_bytes, flat(ranks)).max() == pytest.approx(seconds)
+        assert allreduce_times(AllreduceSpec(name), num_bytes, flat(ranks)).max() == pytest.approx(
+            seconds
+        )
         adding = flat(ranks, reduce_bytes_per_s=5e9)
         both = seconds + combined[name] * num_bytes / 5e9
-        assert allreduce_times(Way(name), num_bytes, adding).max() == pytest.approx(both)
+        assert allreduce_times(AllreduceSpec(name), num_bytes, adding).max() == pytest.approx(both)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 17, 64, 1000])
 def test_segments_of_a_double_tree_follow_each_other(ranks):
     num_bytes, segment_bytes = 100 << 20, 256 << 10
     first_s = 4 * math.log2(ranks) * (LATENCY_S + segment_bytes / BYTES_PER_S)
-    seconds = allreduce_times(Way("double_tree"), num_bytes, flat(ranks)).max()
+    seconds = allreduce_times(AllreduceSpec("double_tree"), num_bytes, flat(ranks)).max()
     assert 2 * num_bytes / BYTES_PER_S < seconds < first_s + 5.2 * num_bytes / BYTES_PER_S
 
 
@@ -90,7 +92,7 @@ def test_all_ranks_at_once_take_as_long_as_one_by_one(name, ranks, num_bytes):
     machine = flat(ranks, reduce_bytes_per_s=20e9)
     start = np.random.default_rng(ranks).lognormal(-8, 1, ranks)
     expected = one_by_one(name, num_bytes, machine, start)
-    assert allreduce_times(Way(name), num_bytes, machine, start) == pytest.approx(
+    assert allreduce_times(AllreduceSpec(name), num_bytes, machine, start) == pytest.approx(
         expected, rel=1e-9
     )
 
@@ -100,7 +102,7 @@ def test_a_long_ring_takes_as_long_as_one_by_one(spread_s):
     machine = flat(100, reduce_bytes_per_s=20e9)
     start = spread_s * np.random.default_rng(0).random(100)
     expected = one_by_one("ring", 100_000, machine, start)
-    times = allreduce_times(Way("ring"), 100_000, machine, start)
+    times = allreduce_times(AllreduceSpec("ring"), 100_000, machine, start)
     assert times == pytest.approx(expected, rel=1e-6)
 
 
@@ -108,20 +110,22 @@ def test_a_long_ring_takes_as_long_as_one_by_one(spread_s):
 def test_times_move_with_the_start_and_no_rank_is_done_before_the_last_one_enters(name):
     machine = flat(33)
     start = np.random.default_rng(1).lognormal(-9, 1, 33)
-    times = allreduce_times(Way(name), 1 << 20, machine, start)
-    assert allreduce_times(Way(name), 1 << 20, machine, start + 5) == pytest.approx(times + 5)
+    times = allreduce_times(AllreduceSpec(name), 1 << 20, machine, start)
+    assert allreduce_times(AllreduceSpec(name), 1 << 20, machine, start + 5) == pytest.approx(
+        times + 5
+    )
     assert times.min() > start.max()
     later = start.copy()
     later[7] += 1e-3
-    assert (allreduce_times(Way(name), 1 << 20, machine, later) >= times).all()
+    assert (allreduce_times(AllreduceSpec(name), 1 << 20, machine, later) >= times).all()
     assert start[7] < later[7]  # the argument is unchanged
 
 
 def of_oracle(row):
     tree = {"leaf_size": 8, "oversubscription": 8 / row["uplinks"]} if row["uplinks"] else {}
-    way = Link(2 * ORACLE["latency_s"], ORACLE["bytes_per_s"])
+    spec = Link(2 * ORACLE["latency_s"], ORACLE["bytes_per_s"])
     return Machine(
-        nodes=row["ranks"], network=way, spine_latency_s=2 * ORACLE["latency_s"], **tree
+        nodes=row["ranks"], network=spec, spine_latency_s=2 * ORACLE["latency_s"], **tree
     )
 
 
@@ -131,14 +135,15 @@ def label(row):
 
 @pytest.mark.parametrize("row", ORACLE["rows"], ids=label)
 def test_simgrid_takes_as_long(row):
-    seconds = allreduce_times(Way(row["algorithm"]), row["bytes"], of_oracle(row)).max()
+    seconds = allreduce_times(AllreduceSpec(row["algorithm"]), row["bytes"], of_oracle(row)).max()
     assert seconds == pytest.approx(row["seconds"], rel=0.1)
 
 
 def test_over_subscription_slows_down_all_but_a_ring_in_order_of_the_nodes():
     def slowdown(rows):
         times = [
-            allreduce_times(Way(row["algorithm"]), row["bytes"], of_oracle(row)) for row in rows
+            allreduce_times(AllreduceSpec(row["algorithm"]), row["bytes"], of_oracle(row))
+            for row in rows
         ]
         ours = [after.max() / before.max() for before, after in pairwise(times)]
         theirs = [after["seconds"] / before["seconds"] for before, after in pairwise(rows)]
@@ -159,7 +164,7 @@ def test_over_subscription_slows_down_all_but_a_ring_in_order_of_the_nodes():
 def test_ranks_of_a_node_share_its_network_adapters():
     def seconds(nics):
         machine = Machine(nodes=8, ranks_per_node=4, network=FLAT, nics=nics)
-        return allreduce_times(Way("doubling"), 64 << 20, machine).max()
+        return allreduce_times(AllreduceSpec("doubling"), 64 << 20, machine).max()
 
     across_s = (
         3 * (64 << 20) / BYTES_PER_S
@@ -183,10 +188,12 @@ def test_two_levels_are_the_node_s_memory_and_a_sum_on_each_rail():
     )  # three quarters of a slice come from others; summed, then copied
     for rails, sharing in ((1, 1), (2, 1), (4, 2)):
         rail_s = (15 / 16) * num_bytes / rails * (2 * sharing / BYTES_PER_S + 1 / 2e10)
-        times = allreduce_times(Way("halving", rails), num_bytes, machine)
+        times = allreduce_times(AllreduceSpec("halving", rails), num_bytes, machine)
         assert times == pytest.approx(2 * part_s + 3 * 2e-6 + 8 * LATENCY_S + rail_s)
     one_each = flat(16)
-    times = [allreduce_times(Way("ring", rails), num_bytes, one_each) for rails in (0, 1)]
+    times = [
+        allreduce_times(AllreduceSpec("ring", rails), num_bytes, one_each) for rails in (0, 1)
+    ]
     assert (times[0] == times[1]).all()
 
 
@@ -202,9 +209,9 @@ def test_costs_of_codecs_shared_cores_and_processors_equal_the_closed_form(name,
         reduce_bytes_per_s=5e9,
         handle_bytes_per_s=1.3e9,
     )
-    way = Way(name, rails, codec)
-    told = allreduce(machine, 1 << 20, way).seconds(machine)
-    found = allreduce_times(way, 1 << 20, machine).max()
+    spec = AllreduceSpec(name, rails, codec)
+    told = allreduce(machine, 1 << 20, spec).seconds(machine)
+    found = allreduce_times(spec, 1 << 20, machine).max()
     if (
         name == "ring" and not rails
     ):  # one rank of each node sends to another node, the others are earlier
@@ -216,22 +223,22 @@ def test_costs_of_codecs_shared_cores_and_processors_equal_the_closed_form(name,
 def test_a_late_rank_holds_up_both_levels():
     machine = Machine(nodes=4, ranks_per_node=2, network=FLAT)
     start = np.zeros(8)
-    on_time = allreduce_times(Way("ring", 2), 1 << 20, machine)
+    on_time = allreduce_times(AllreduceSpec("ring", 2), 1 << 20, machine)
     start[5] = 1.0
-    late = allreduce_times(Way("ring", 2), 1 << 20, machine, start)
+    late = allreduce_times(AllreduceSpec("ring", 2), 1 << 20, machine, start)
     assert late.min() >= 1.0 + on_time.min() / 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sixteen_thousand_ranks_are_simulated(name):
     machine = Machine(nodes=4096, ranks_per_node=4, network=FLAT)
-    times = allreduce_times(Way(name, 2), 25 << 20, machine)
+    times = allreduce_times(AllreduceSpec(name, 2), 25 << 20, machine)
     assert len(times) == 16384
     assert times.max() < 0.2
 
 
 def test_invalid_requests_raise():
     with pytest.raises(ConfigError, match="slices can only run on one node, got 4"):
-        allreduce_times(Way("slices", 1), 10, flat(4))
+        allreduce_times(AllreduceSpec("slices", 1), 10, flat(4))
     with pytest.raises(ConfigError, match="got 3 for 4 ranks"):
-        allreduce_times(Way("ring"), 10, flat(4), np.zeros(3))
+        allreduce_times(AllreduceSpec("ring"), 10, flat(4), np.zeros(3))

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import MIB
-from hpctrain.cost.collectives import Way, allreduce
+from hpctrain.cost.collectives import AllreduceSpec, allreduce
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.schedules import SCHEDULES
 from hpctrain.cost.simulate import allreduce_times
@@ -18,7 +18,7 @@ from hpctrain.cost.step import Model, lateness, least_step_s, simulate_steps, st
 
 MACHINE = Machine(nodes=8, ranks_per_node=4, network=Link(5e-6, 1e9))
 MODEL = Model(parameters=25e6, samples_per_s=100, rank_batch=32, overlap=False)
-RING = Way("ring", rails=4)
+RING = AllreduceSpec("ring", rails=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 128, 1024])
@@ -80,21 +80,21 @@ def test_a_model_without_parameters_is_rejected():
 # By events: ten buckets of 1 MiB, a second of computing for ten samples.
 BUCKETS = Model(parameters=10 * MIB / 4, samples_per_s=1e3, rank_batch=100, bucket_bytes=MIB)
 FLAT = Machine(nodes=8, network=Link(2e-6, 10e9))
-SUM_S = float(allreduce_times(Way("ring"), MIB, FLAT).max())
+SUM_S = float(allreduce_times(AllreduceSpec("ring"), MIB, FLAT).max())
 
 
 def test_simulated_without_overlap_every_sum_is_exposed():
-    step = simulate_steps(FLAT, replace(BUCKETS, overlap=False), 100, Way("ring"))
+    step = simulate_steps(FLAT, replace(BUCKETS, overlap=False), 100, AllreduceSpec("ring"))
     assert step.total_s == pytest.approx(0.1 + 10 * SUM_S)
     assert step.exposed_s == pytest.approx(10 * SUM_S)
     assert step.waiting_s == pytest.approx(0, abs=1e-12)
 
 
 def test_simulated_the_last_bucket_alone_is_exposed_until_the_network_is_the_limit():
-    hidden = simulate_steps(FLAT, BUCKETS, 100, Way("ring"))
+    hidden = simulate_steps(FLAT, BUCKETS, 100, AllreduceSpec("ring"))
     assert hidden.exposed_s == pytest.approx(SUM_S)
     # The first bucket is ready after a third of the time and a tenth of the rest.
-    busy = simulate_steps(FLAT, BUCKETS, 1, Way("ring"))
+    busy = simulate_steps(FLAT, BUCKETS, 1, AllreduceSpec("ring"))
     assert busy.total_s == pytest.approx((1 / 3 + 2 / 30) * 1e-3 + 10 * SUM_S)
 
 
@@ -102,9 +102,9 @@ def test_simulated_the_last_bucket_alone_is_exposed_until_the_network_is_the_lim
 @pytest.mark.parametrize("local_steps", [1, 4])
 @pytest.mark.parametrize("share", [1, 100])
 def test_a_simulated_step_takes_what_the_closed_form_says(codec, local_steps, share):
-    way, machine = Way("halving", 2, codec), replace(MACHINE, reduce_bytes_per_s=1e10)
+    spec, machine = AllreduceSpec("halving", 2, codec), replace(MACHINE, reduce_bytes_per_s=1e10)
     told, found = (
-        each(machine, BUCKETS, share, way, local_steps=local_steps)
+        each(machine, BUCKETS, share, spec, local_steps=local_steps)
         for each in (step_time, simulate_steps)
     )
     assert astuple(found) == pytest.approx(astuple(told), rel=1e-9)
@@ -112,7 +112,7 @@ def test_a_simulated_step_takes_what_the_closed_form_says(codec, local_steps, sh
 
 def test_a_slow_node_sets_the_pace():
     machine = replace(FLAT, slow_fraction=0.125, slow_factor=2.0)
-    step = simulate_steps(machine, BUCKETS, 100, Way("ring"), num_steps=5)
+    step = simulate_steps(machine, BUCKETS, 100, AllreduceSpec("ring"), num_steps=5)
     assert step.compute_s + step.waiting_s == pytest.approx(0.2)
     assert step.total_s == pytest.approx(0.2 + SUM_S, rel=1e-3)
 
@@ -122,8 +122,10 @@ def test_jitter_costs_more_on_more_ranks_less_between_averagings_and_the_seed_de
 
     def waiting_s(nodes, seed=0, **how):
         machine = Machine(nodes=nodes, network=FLAT.network, jitter=0.1)
-        step = simulate_steps(machine, model, 100, Way("halving"), num_steps=64, seed=seed, **how)
-        told = step_time(machine, model, 100, Way("halving"), **how)
+        step = simulate_steps(
+            machine, model, 100, AllreduceSpec("halving"), num_steps=64, seed=seed, **how
+        )
+        told = step_time(machine, model, 100, AllreduceSpec("halving"), **how)
         assert step.waiting_s == pytest.approx(told.waiting_s, rel=0.2)
         return step.waiting_s
 
@@ -137,18 +139,22 @@ HUNDRED = Model(parameters=100 * 25 * MIB / 4, samples_per_s=10, rank_batch=3)
 
 
 @pytest.mark.parametrize(
-    "way",
-    [Way("ring", 2), Way("halving"), pytest.param(Way("ring"), marks=pytest.mark.conformance)],
+    "spec",
+    [
+        AllreduceSpec("ring", 2),
+        AllreduceSpec("halving"),
+        pytest.param(AllreduceSpec("ring"), marks=pytest.mark.conformance),
+    ],
     ids=str,
 )
-def test_hundred_buckets_on_4096_ranks_take_seconds_and_little_memory(way):
+def test_hundred_buckets_on_4096_ranks_take_seconds_and_little_memory(spec):
     assert HUNDRED.num_buckets == 100
     start = process_time()
-    simulate_steps(BIG, HUNDRED, 3, way)
+    simulate_steps(BIG, HUNDRED, 3, spec)
     assert process_time() - start < 30
-    if way == Way("halving"):
+    if spec == AllreduceSpec("halving"):
         tracemalloc.start()
-        simulate_steps(BIG, HUNDRED, 3, way)
+        simulate_steps(BIG, HUNDRED, 3, spec)
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak_bytes < 2e9
@@ -159,7 +165,7 @@ def test_no_step_goes_below_the_least_one():
         for rate in (1e7, 1e9, 1e11):
             machine = replace(MACHINE, nodes=nodes, network=Link(5e-6, rate))
             for name in SCHEDULES:
-                step = step_time(machine, replace(MODEL, overlap=True), 32, Way(name, 4))
+                step = step_time(machine, replace(MODEL, overlap=True), 32, AllreduceSpec(name, 4))
                 moved = 2 * (nodes - 1) * MODEL.num_bytes
                 assert step.total_s >= least_step_s(machine, 0.32, network_bytes=moved)
 

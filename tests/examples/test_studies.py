@@ -68,15 +68,15 @@ def test_the_hour_of_256_gpus_is_within_the_band():
 
 
 def test_one_server_takes_time_by_node_a_ring_hardly_and_nothing_beats_the_bound():
-    ways = study("ring_or_server")
-    few, many = ways.seconds(8), ways.seconds(512)
+    rings = study("ring_or_server")
+    few, many = rings.seconds(8), rings.seconds(512)
     assert many["1 server"] / few["1 server"] == pytest.approx(511 / 7, rel=0.01)
     assert many["ring"] < 1.3 * few["ring"]
     assert many["all nodes"] == pytest.approx(many["bound"], rel=0.01)
-    for nodes in ways.NODES:
-        found = ways.seconds(nodes)
+    for nodes in rings.NODES:
+        found = rings.seconds(nodes)
         assert min(found.values()) >= found["bound"] * (1 - 1e-3)
-    assert ways.seconds(1024)["trees"] < 2 * ways.seconds(1024)["ring"]
+    assert rings.seconds(1024)["trees"] < 2 * rings.seconds(1024)["ring"]
 
 
 def test_codecs_pay_on_slow_networks_alone():
@@ -86,7 +86,7 @@ def test_codecs_pay_on_slow_networks_alone():
     def gain(gbit):
         here = codecs.machine(gbit, 4e9)
         plain, half = (
-            codecs.allreduce(here, 1e8, codecs.Way("ring", 8, codec)).seconds(here)
+            codecs.allreduce(here, 1e8, codecs.AllreduceSpec("ring", 8, codec)).seconds(here)
             for codec in ("none", "bf16")
         )
         return plain / half

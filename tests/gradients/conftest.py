@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 
 import hpctrain
+from hpctrain.runtime.world import current
 
 
 class Worlds:
@@ -61,6 +62,8 @@ def in_world(
     yield hpctrain
     if is_last:
         worlds.leave()
+    elif hpctrain.is_initialized():
+        current().comm.rejoin()  # after a test of different calls
 
 
 @pytest.fixture

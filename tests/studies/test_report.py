@@ -129,7 +129,7 @@ def test_the_checklist_of_the_page_names_missing_data():
     missing = [row for row in page.rows("checklist") if row[0][1] == "0"]
     [(_, _, (advice, _), _)] = missing
     assert advice.startswith(
-        "the report has no model of the machine; give a file of the machine: hpctrain study"
+        "the report has no model of the machine; describe the machine in a file: hpctrain study"
     )
     assert len(page.rows("checklist")) == 16
 
@@ -193,7 +193,7 @@ def test_the_text_summary_has_points_failures_and_missing_data(results):
     text = shown(generated.complete(records=records, bound=None), width=200)
     assert "failed: ranks" in text
     assert "exit code 1" in text
-    assert "missing: A bound by a model" in text
+    assert "missing: A bound from a performance model" in text
 
 
 def test_the_command_writes_the_page_and_its_figures(tmp_path, results):

@@ -204,8 +204,10 @@ class SharedMemory:
 
     def _disagreement(self, call: Call, *, of_node: bool) -> MismatchError:
         error = disagreement(self._node, call, self._watch)
-        if self._watch.number is not None and not of_node:
-            self._watch.fail(error)
+        if not of_node:
+            self._watch.mismatch = error
+            if self._watch.number is not None:
+                self._watch.fail(error)
         return error
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:

@@ -1,6 +1,5 @@
 """``elastic.run``, which resumes training after a failed operation, on all ranks or none."""
 
-import contextlib
 import enum
 import functools
 from collections.abc import Callable
@@ -24,8 +23,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 S = TypeVar("S", bound=State)
-
-MAX_STRAYS = 1000  # maximum number of mismatched operations of other ranks before an agreement
 
 
 class AttemptEnd(enum.IntEnum):
@@ -67,10 +64,12 @@ def agree(mine: Ending) -> Ending:
 
 
 def _gather(comm: Communicator, outcome: T) -> list[T]:
-    for _ in range(MAX_STRAYS):
-        with contextlib.suppress(MismatchError):
-            return comm.allgather_object(outcome)
-    return comm.allgather_object(outcome)
+    comm.rejoin()
+    try:
+        return comm.allgather_object(outcome)
+    except MismatchError:  # other ranks were still training; their next call is this one
+        comm.rejoin()
+        return comm.allgather_object(outcome)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
