@@ -165,7 +165,10 @@ def write(
         source = take()
         contents = _contents(source, facts, is_compared=source_rank is None)
     call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    remedy = "pass values that differ between ranks as private"
+    remedy = (
+        "add the keys of each dict in the same order on every rank, and pass values that differ "
+        "between ranks as private"
+    )
     with mismatches():
         require_equal(comm, call + contents.common, "the state of a checkpoint", remedy)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}

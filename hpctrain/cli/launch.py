@@ -15,6 +15,7 @@ from hpctrain.cli.options import flag, option, takes
 from hpctrain.cluster import env
 from hpctrain.core import config
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.paths import absolute
 from hpctrain.launch import installed_horovod, mpiexec, mpirun, restart
 from hpctrain.launch.stderr import write_line
 from hpctrain.train import load_config
@@ -118,6 +119,7 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
 
       hpctrain launch -n 4 --dry-run python train.py
     """
+    absolute("")  # mpirun without a current directory does not name it
     hosts, words = options.hosts, options.ctx.args
     if hosts and options.hostfile:
         raise LaunchError(

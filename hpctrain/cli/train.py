@@ -8,6 +8,7 @@ import typer
 from hpctrain.cli.options import Overrides, aligned, argument, flag, option, require_name, takes
 from hpctrain.comm import mpi_world
 from hpctrain.core import atomic, config, keys
+from hpctrain.core.paths import absolute
 from hpctrain.runtime import stopping
 from hpctrain.train import load_config, run, toy_problem
 
@@ -79,6 +80,7 @@ def train(options: TrainOptions) -> None:
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
     """
+    absolute("")  # raises an error, while torch without a current directory ends the process
     overrides = options.overrides or ()
     if options.init:
         path = require_name(

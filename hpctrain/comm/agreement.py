@@ -114,9 +114,11 @@ def require_equal_by(
     columns = gather(list(lines))
     rows = zip_longest(*columns, fillvalue="none")
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
+    is_permuted = len({tuple(sorted(column)) for column in columns}) == 1
     raise MismatchError(
-        f"{what} must be the same on every rank, but entry {number}, counted from 0, differs: "
-        f"{by_rank(seen)}; {remedy}"
+        f"{what} must be the same on every rank, but "
+        f"{'only the order of the entries differs, first at ' * is_permuted}entry {number}, "
+        f"counted from 0{'' if is_permuted else ', differs'}: {by_rank(seen)}; {remedy}"
     )
 
 

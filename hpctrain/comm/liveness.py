@@ -1,6 +1,7 @@
 """Detection of ranks that died or left, by the ranks that wait for them."""
 
 import math
+import sys
 import time
 from array import array
 from collections import defaultdict
@@ -25,6 +26,10 @@ CLOSE_S = 30.0
 Gather = Callable[[bytes], list[bytes]]
 """Returns the bytes of all ranks, by rank. Collective."""
 
+_SEARCH = (
+    "search for a call under `if rank == 0`, for sys.exit, return or break, and for a rank with "
+    "fewer batches"
+)
 _END_PACE = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
@@ -51,7 +56,9 @@ class Liveness:
         self._reports = blocks.Reports(control)
         self.processes = processes
         self.blocks = Blocks(self._rank, self._reports)
-        self._left: set[int] = set()
+        self._interrupt = ""
+        self._left: dict[int, str] = {}
+        """By rank that has left the program: the interrupt of one of its calls before, if any."""
         self._failed: dict[int, tuple[int, str]] = {}
         """By number of a communicator: a rank on which it has failed, and the text of the error if
         all ranks raise it."""
@@ -90,13 +97,20 @@ class Liveness:
                 f"rank {self._rank} has stopped waiting, because MPI reports a lost rank: {error}"
             ) from error
         self.blocks.check()
-        if left := sorted(self._left if partners is None else self._left & {*partners}):
-            raise RankLostError(
-                f"every rank must make the same calls, but {format_ranks(left)} left the program "
-                f"while rank {self._rank} waits for {'it' if len(left) == 1 else 'them'}; search "
-                f"for a call under `if rank == 0`, for sys.exit, return or break, and for a rank "
-                f"with fewer batches"
-            )
+        if left := [r for r in sorted(self._left) if partners is None or r in partners]:
+            raise RankLostError(self._departure(left))
+
+    def _departure(self, left: Sequence[int]) -> str:
+        interrupted = [rank for rank in left if self._left[rank]]
+        found, after, remedy = left, "", _SEARCH
+        if interrupted:
+            found, after = interrupted, f" after {self._left[interrupted[0]]} in a call"
+            remedy = "do not catch the interrupt, which then ends all ranks"
+        return (
+            f"every rank must make the same calls, but {format_ranks(found)} left the program"
+            f"{after} while rank {self._rank} waits for {'it' if len(found) == 1 else 'them'}; "
+            f"{remedy}"
+        )
 
     @property
     def is_open(self) -> bool:
@@ -108,12 +122,16 @@ class Liveness:
         self._reports.is_open = False
 
     def report_failure(
-        self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
+        self, number: int | None, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
     ) -> None:
         """Report to other ranks that a communicator has failed; see ``Notices``. Not collective.
 
         In a small world, where each rank reports to all, failures of other ranks are not repeated.
         """
+        if is_own and isinstance(sys.exc_info()[1], KeyboardInterrupt):  # the error of the call
+            self._interrupt = "KeyboardInterrupt"
+        if number is None:
+            return
         members = ranks or range(self._control.size if self._reports.is_open else 0)
         if self._reports.may_send and (is_own or len(members) > blocks.NEAR_SIZE):
             with suppress(MPI.Exception):  # the receiver has died
@@ -174,12 +192,12 @@ class Liveness:
             nonlocal has_announced
             if waited_s > announce_s and not has_announced:
                 has_announced = True
-                self._reports.send(blocks.LEFT)
+                self._reports.send(blocks.LEFT, self._interrupt)
             self.processes.check()
 
         control = self._control
         self._wait_until(requests.start(control, control.Ibarrier).Test, announce)
-        self._left |= {*range(control.size)}
+        self._left |= dict.fromkeys(range(control.size), "")
         notices = requests.pending(control)
         self._wait_until(lambda: all(n.Test() for n in notices), lambda _: self.processes.check())
         found = compare(self._gather)
@@ -216,7 +234,7 @@ class Liveness:
     def _overdue(self) -> str:
         """Return the error message that names the ranks that have not called ``wait_for_end``."""
         stopped = self.processes.stopped()
-        missing = sorted({*self._reports.receivers()} - self._left) or stopped
+        missing = sorted({*self._reports.receivers()} - self._left.keys()) or stopped
         whom = (
             format_ranks(missing)
             if missing
@@ -243,7 +261,8 @@ class Liveness:
             of, number, call = text.split(" ", 2)
             self._calls[int(of)][rank] = int(number), call
         while notice := self._control.Improbe(tag=blocks.LEFT):
-            self._left.add(_receive(notice)[0])
+            rank, interrupt = _receive(notice)
+            self._left[rank] = interrupt
         while notice := self._control.Improbe(tag=blocks.BROKE_OFF):
             self.blocks.record_error(_receive(notice)[1])
         while notice := self._control.Improbe(tag=blocks.AT_END):

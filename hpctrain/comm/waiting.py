@@ -126,12 +126,12 @@ class Notices(Protocol):
     """Sends failures of communicators to ranks with which this rank shares no memory."""
 
     def report_failure(
-        self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
+        self, number: int | None, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
     ) -> None:
         """Report that a communicator has failed.
 
         Args:
-            number: number of the communicator.
+            number: number of the communicator; None if its ranks need no report.
             ranks: ranks of the communicator in the world; None for all.
             reason: text of a ``MismatchError`` for all ranks to raise; empty for other errors.
             is_own: False if the failure occurred on another rank.
@@ -318,7 +318,7 @@ class Watch:
         if self.sign[0]:
             return
         self.sign[0] = 1 + self.rank
-        if self._notices is not None and self.number is not None and not self._has_lost:
+        if self._notices is not None and not self._has_lost:
             reason = str(error) if isinstance(error, MismatchError) else ""
             self._notices.report_failure(self.number, self._ranks, reason)
 

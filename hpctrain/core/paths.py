@@ -21,7 +21,7 @@ def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
     """Return an absolute path, without resolving symbolic links and ``..``. Not collective.
 
     Args:
-        path: a relative path starts at ``base``.
+        path: a relative path starts at ``base``; ``""`` is ``base`` itself.
         base: absolute directory; None for the current directory.
 
     Raises:
@@ -39,9 +39,11 @@ def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
     if os.path.isabs(name):  # noqa: PTH117 - loads nothing
         return Path(name)
     if (start := base or _current()) is None:
+        use = f" for the relative path {name!r}" if name else ""
+        remedy = ", or give an absolute path" if name else ""
         raise ConfigError(
-            f"the current directory must exist for the relative path {name!r}, but was removed; "
-            f"change to another directory, or give an absolute path"
+            f"the current directory must exist{use}, but was removed; change to another directory"
+            f"{remedy}"
         )
     return Path(start, name)
 

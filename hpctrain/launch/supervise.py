@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -20,6 +21,7 @@ from hpctrain.cluster.process import STOPPED as STOPPED_STATES
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.libc import end_with
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
 from hpctrain.launch.program import start
@@ -64,7 +66,8 @@ def supervise(
     remain get SIGTERM after ``grace_s`` seconds, and SIGKILL after ``grace_s`` more seconds. A
     second signal kills at once. If all ranks handle requests to stop, they get SIGUSR1 first, and
     the signals above ``save_s`` seconds later, because mpirun of Open MPI kills the ranks when it
-    ends. SIGUSR1 is sent to mpirun only, which forwards the signal to the ranks.
+    ends. SIGUSR1 is sent to mpirun only, which forwards the signal to the ranks. If SIGKILL ends
+    this process, the kernel sends SIGTERM to mpirun, which ends the ranks.
 
     The exit code is that of mpirun, except in these cases:
 
@@ -157,7 +160,8 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
         # mpirun would read a file or pipe that belongs to the calling script. In its own session,
         # mpirun gets no Ctrl-C of the terminal, after which it kills ranks that could save.
         stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
-        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
+        ends = partial(end_with, os.getpid())
+        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE, preexec_fn=ends)
     except OSError as error:
         raise LaunchError(
             f"{line[0]} must be a program that starts, but failed: {error}"

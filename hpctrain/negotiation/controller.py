@@ -141,7 +141,11 @@ class Controller:
             or tensor.is_inference()  # torch refuses to change it outside of inference mode
         ):
             return False
-        return self._driver.reduce_now(repeated, tensor)
+        try:
+            return self._driver.reduce_now(repeated, tensor)
+        except BaseException as error:
+            self._fail_after(error)
+            raise
 
     def repeat(self, name: str, request: Request) -> None:
         """Store the signature of an in-place reduction of one tensor, for ``submit_tensor``."""

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.comm.mpi_library import calls_from_threads
@@ -25,6 +27,7 @@ _BURST_S, _MAX_PAUSES = 100e-6, 6
 each twice as long as the one before."""
 _LONGEST_S = 2e-3
 """Maximum delay of the thread while every recent operation had a caller that waited for it."""
+_CALL = "call"
 CLOSE_S = 10.0
 """Longest wait, when a controller closes, for ranks whose operations have failed, and for a caller
 whose operation does not return."""
@@ -64,6 +67,10 @@ class EngineDriver:
     background thread drives the engine for operations without a waiting caller, and stops as soon
     as a caller waits. If only one thread may call MPI, there is no background thread.
 
+    A signal handler may use this object, and its exception may end a call at any point. So there
+    is no lock: each change is one atomic operation of a container, and a call that ends by an
+    exception repeats its changes, which then have no effect or the missing one.
+
     Args:
         progress: the engine; the doorbell of its mailbox wakes the driving thread.
         cycle_s: time that operations without a waiting caller are delayed.
@@ -73,12 +80,12 @@ class EngineDriver:
     def __init__(self, progress: "ProgressEngine", cycle_s: float, timeout_s: float) -> None:
         self._comm, self._progress, self._post = progress.comm, progress, progress.post
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        """Notified when the driver stops and when an operation is complete."""
+        self._driving = dict[str, object]()
+        """The call that drives the engine, if any, by the key ``_CALL``."""
+        self._callers = dict[SimpleQueue[None], None]()
+        """Callers that wait. The driver puts an item when it stops or completes an operation."""
         self._may_drive = True
-        self._is_driven = self._is_sleeping = False
-        self._num_callers = 0
+        self._is_sleeping = False  # only valid while a thread drives
         self._next_check = time.monotonic() + TICK_S
         self._timer: SubmissionTimer | None = None
         self._thread = threading.Thread(
@@ -90,6 +97,8 @@ class EngineDriver:
 
     def reduce_now(self, repeated: Repeated, tensor: "Tensor") -> bool:
         """Execute a repeated reduction; return False if other operations are in flight."""
+        if self._callers:
+            return False
         done = self._drive_once(self._progress.reduce_now, self, repeated, tensor)
         if isinstance(done, Handle):  # another rank is late
             done.wait()
@@ -129,125 +138,108 @@ class EngineDriver:
                 )
             return handle.is_done
 
-        with self._changed:
-            self._num_callers += 1
-        drives = False
+        caller: SimpleQueue[None] = SimpleQueue()
         try:
-            with self._changed:
-                while self._is_driven and not is_over():
-                    self._post.ring()
-                    self._changed.wait(TICK_S)
-                if not is_over():
-                    self._is_driven = drives = True
-            if drives:
-                self._drive(is_over)
-        finally:
-            with self._changed:
-                self._num_callers -= 1
-                self._pass_on(drives=drives)
+            self._callers[caller] = None
+            while not is_over() and not self._drive_once(self._drive, is_over):
+                self._post.ring()
+                with suppress(Empty):
+                    caller.get(timeout=TICK_S)
+            self._remove(caller)
+        except BaseException:
+            self._remove(caller)
+            raise
+
+    def _remove(self, caller: "SimpleQueue[None]") -> None:
+        self._callers.pop(caller, None)
+        self._pass_on(None)
 
     def look(self) -> None:
         """Execute operations without waiting, if there is no background thread."""
-        with self._changed:
-            if self._is_driven or self._timer is not None:
-                return
-            self._is_driven = True
-        try:
-            self._drive(lambda: True)
-        finally:
-            with self._changed:
-                self._pass_on(drives=True)
+        if self._timer is None:
+            self._drive_once(self._drive, lambda: True)
 
     def nudge(self) -> None:
         """Ensure that some thread executes a submitted operation, without waiting."""
-        if self._is_driven:
+        if self._driving:
             if self._is_sleeping:
                 self._post.ring()
         elif self._timer is None:
             self.look()
         elif not self._timer.is_set:
-            with self._lock:
-                self._timer.start()
+            self._timer.start()
 
     def _start(self, handle: Handle) -> None:
         """Start an operation on the fast path, if possible and no other operation is in flight."""
-        if self._progress.fast_path is not None:
+        if self._progress.fast_path is not None and not self._callers:
             self._drive_once(self._progress.start, handle)
 
     def _drive_once(self, act: Callable[..., T], *arguments: Any) -> T | None:
-        """Call ``act`` as the only thread that drives; return None if another thread drives.
-
-        No lock is held meanwhile: a signal handler may call this object.
-        """
-        with self._lock:
-            if self._is_driven or self._num_callers:
-                return None
-            self._is_driven = True
+        """Call ``act`` as the only thread that drives; return None if another call drives."""
+        call = object()
         try:
-            return act(*arguments)
+            if self._driving.setdefault(_CALL, call) is not call:
+                return None
+            result = act(*arguments)
+            self._pass_on(call)
         except BaseException as error:  # the other ranks may have committed the operation
-            self._progress.break_down(error)
+            if self._driving.get(_CALL) is call:
+                self._progress.break_down(error)
+            self._pass_on(call)
             raise
-        finally:
-            with self._lock:
-                self._pass_on(drives=True)
+        return result
 
     def end(self) -> None:
         """Fail pending operations, and stop driving the engine. Waits for the driving thread."""
         self._progress.shut_down()
-        with self._changed:
-            self._may_drive = False
-            self._num_callers += 1  # the driver notifies only if there are callers
+        self._may_drive = False
+        caller: SimpleQueue[None] = SimpleQueue()
+        self._callers[caller] = None
         self._post.ring()
         if self._timer is not None:
             self._timer.set(_BURST_S)
             self._thread.join()
             self._timer.close()
         end = time.monotonic() + CLOSE_S
-        with self._changed:
-            while self._is_driven and time.monotonic() < end:
-                self._post.ring()
-                self._changed.wait(TICK_S)
-            self._is_driven = True
+        # The entry remains, so that no later call drives.
+        while self._driving.setdefault(_CALL, self) is not self and time.monotonic() < end:
+            self._post.ring()
+            with suppress(Empty):
+                caller.get(timeout=TICK_S)
 
-    # -- called by the thread that has set _is_driven ---------------------------------------
+    # -- called by the thread that drives ---------------------------------------------------
 
-    def _drive(self, is_over: Callable[[], bool]) -> None:
-        """Run the engine until ``is_over`` returns True; sleep while the engine has no work."""
+    def _drive(self, is_over: Callable[[], bool]) -> bool:
+        """Run the engine until ``is_over`` returns True; sleep while the engine has no work.
+
+        Returns True.
+        """
         progress, post = self._progress, self._post
         if progress.broken is not None:
             progress.fail_all(progress.broken)
-            return
-        try:
-            while True:
-                if progress.advance() and self._num_callers > 1:
-                    with self._changed:
-                        self._changed.notify_all()
-                if time.monotonic() >= self._next_check:
-                    self._next_check = time.monotonic() + TICK_S
-                    progress.check_stalls()
-                    continue
-                if is_over():
-                    return
-                self._is_sleeping = True  # from here on ``submit`` rings the doorbell
-                if not (progress.queue.submitted or progress.questions):
-                    post.sleep(TICK_S)
-                self._is_sleeping = False
-        except BaseException as error:  # messages may be lost, so no later operation is safe
-            progress.break_down(error)
-            raise
+            return True
+        while True:
+            if progress.advance() and len(self._callers) > 1:
+                self._wake_callers()
+            if time.monotonic() >= self._next_check:
+                self._next_check = time.monotonic() + TICK_S
+                progress.check_stalls()
+                continue
+            if is_over():
+                return True
+            self._is_sleeping = True  # from here on ``submit`` rings the doorbell
+            if not (progress.queue.submitted or progress.questions):
+                post.sleep(TICK_S)
+            self._is_sleeping = False
 
-    def _pass_on(self, *, drives: bool) -> None:
-        """Wake a waiting caller or the background thread, unless a thread drives the engine.
-
-        The caller must hold the lock.
-        """
-        if drives:
-            self._is_driven = self._is_sleeping = False
-        if self._is_driven:
+    def _pass_on(self, call: object) -> None:
+        """End the drive of ``call``, if it drives; wake a caller or the background thread."""
+        if call is not None and self._driving.get(_CALL) is call:
+            del self._driving[_CALL]
+        if self._driving:
             return
-        if self._num_callers:
-            self._changed.notify_all()
+        if self._callers:
+            self._wake_callers()
             return
         timer = self._timer
         if timer is None or timer.is_set or not self._may_drive:
@@ -255,38 +247,37 @@ class EngineDriver:
         if self._progress.has_work():
             timer.start()
 
+    def _wake_callers(self) -> None:
+        for caller in list(self._callers):
+            caller.put(None)
+
     # -- the thread -------------------------------------------------------------------------
 
     def _drive_in_background(self) -> None:
         timer, progress, went_off = self._timer, self._progress, False
         assert timer is not None
         while self._may_drive and progress.broken is None:
-            if self._is_driven or self._num_callers or not progress.queue.is_awaited:
+            if self._driving or self._callers or not progress.queue.is_awaited:
                 went_off = timer.wait(TICK_S)
             timer.is_set = False
             self._wait_for_burst(timer.burst_s)
-            with self._lock:
-                is_free = not (self._is_driven or self._num_callers)
-                is_needed = is_free and progress.has_work()
-                timer.adapt(was_needed=is_needed)
-                is_early = went_off and time.monotonic() < self._next_check
-                if not is_free or (is_early and not is_needed):
-                    continue
-                self._is_driven = True
+            is_free = not (self._driving or self._callers)
+            is_needed = is_free and progress.has_work()
+            timer.adapt(was_needed=is_needed)
+            is_early = went_off and time.monotonic() < self._next_check
+            if not is_free or (is_early and not is_needed):
+                continue
             try:
-                self._drive(self._is_unneeded)
+                self._drive_once(self._drive, self._is_unneeded)
             except Exception as error:  # waiting and later callers get it from the engine
                 if not (isinstance(error, CommError) or is_loss(error)):
                     raise
-            finally:
-                with self._lock:
-                    self._pass_on(drives=True)
 
     def _wait_for_burst(self, pause_s: float) -> None:
         """Wait until the burst of submissions ends, since the program needs the GIL to submit."""
         for number in range(_MAX_PAUSES):
             last = [*self._progress.queue.submitted][-1:]
-            if not last or self._is_driven or self._num_callers:
+            if not last or self._driving or self._callers:
                 return
             if time.monotonic() - last[0].since >= pause_s:
                 return
@@ -296,4 +287,4 @@ class EngineDriver:
         """Return True if the thread must stop driving: for a caller, a burst, or lack of work."""
         progress = self._progress
         has_work = self._may_drive and progress.queue.is_awaited
-        return bool(self._num_callers or progress.queue.submitted or not has_work)
+        return bool(self._callers or progress.queue.submitted or not has_work)

@@ -299,6 +299,7 @@ class ProgressEngine:
             handle.succeed(self.fast_path.reduced(known, handle))
         except Exception as error:  # ``wait`` raises the error
             handle.fail(error)
+            self.break_down(error)  # the other ranks have executed the operation
 
     def _publish_busy(self) -> None:
         if self.fast_path is not None:

@@ -21,6 +21,7 @@ from hpctrain.core.errors import (
     ReplicaError,
 )
 from hpctrain.core.logs import logger
+from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import tomllib
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
@@ -104,7 +105,7 @@ class RunInDirectory:
         lease: Lease | None = None,
         modules: Path | None = None,
     ) -> None:
-        self._modules = str(modules or Path.cwd())
+        self._modules = str(modules or absolute(""))
         self._task, self._comm = task, task.comm
         self._directory, self._console, self._lease = directory, console, lease
         self._state = RunState(task=task)

@@ -14,6 +14,7 @@ from hpctrain.cluster.env import job_facts, job_id, loaded_modules, tuning
 from hpctrain.cluster.resources import affinity, links
 from hpctrain.core.atomic import make_folder, publishing, refusal
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.paths import absolute
 from hpctrain.core.provenance import processor, project, versions
 from hpctrain.core.records import read
 from hpctrain.core.units import format_numbers
@@ -162,7 +163,7 @@ def environment(mpi: str | None = None) -> dict[str, Any]:
         **versions(),
         "mpi": mpi,
         "mpi_settings": tuning(),
-        "project": project(Path.cwd()),
+        "project": project(absolute("")),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu": processor(),
@@ -172,6 +173,6 @@ def environment(mpi: str | None = None) -> dict[str, Any]:
         "modules": loaded_modules(),
         "job": {"id": job_id(), "restarts": restart_count(), **job_facts()} if job_id() else {},
         "command": sys.argv,
-        "working_directory": str(Path.cwd()),
+        "working_directory": str(absolute("")),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -133,6 +133,22 @@ def test_different_containers_of_equal_values_raise_on_all_ranks(comm, root, pai
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("values", [(1, 2), (torch.ones(1), torch.ones(1))])
+def test_another_order_of_the_same_keys_is_named_with_ranks_and_key(comm, root, values):
+    state = {"part": dict(zip("xy", values, strict=True))}
+    if comm.rank == 1:
+        state["part"] = dict([*state["part"].items()][::-1])
+    match = (
+        r"only the order of the entries differs, first at entry \d, .*: part/x .*rank 1: "
+        r"part/y .*; add the keys of each dict in the same order on every rank"
+    )
+    with pytest.raises(CheckpointError, match=match):
+        save(root / "step-00000001", state, comm, step=1)
+    state["part"] = {key: state["part"][key] for key in "xy"}
+    save(root / "step-00000001", state, comm, step=1)
+
+
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
 def test_state_of_the_source_rank_alone_is_written_unchanged(comm, root, background):
     source = comm.size - 1

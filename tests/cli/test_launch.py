@@ -40,6 +40,22 @@ def test_wrong_configuration_raises_before_any_rank_starts(tmp_path):
     assert here("-n", "2", "--dry-run", "hpctrain", "train", "x.toml", "--init").exit_code == 0
 
 
+IN_NO_FOLDER = 'mkdir "$0-$RANK" && cd "$0-$RANK" && rmdir "$0-$RANK" && exec "$@"'
+
+
+def test_a_removed_working_directory_is_an_error_of_launch_and_of_each_rank(tmp_path):
+    path = tmp_path / "my.toml"
+    assert hpctrain("train", path, "--init").returncode == 0
+    program = sys.executable, "-m", "hpctrain"
+    words = "sh", "-c", IN_NO_FOLDER, tmp_path / "gone", *program
+    launched = ended([*words, "launch", "-n", "2", "hpctrain", "train", path])
+    trained = hpctrain("launch", "-n", "2", *words, "train", path, "--set", f"output_dir={path}-x")
+    for done in (launched, trained):
+        assert done.returncode == 2
+        found = "hpctrain: the current directory must exist, but was removed; change to another"
+        assert done.stderr.count(found) == 1
+
+
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 def test_options_after_the_command_belong_to_it(dashes):
     done = hpctrain(

@@ -47,6 +47,8 @@ def test_a_removed_directory_is_an_error_for_relative_paths_alone(tmp_path, monk
     assert absolute("/x") == Path("/x")
     with pytest.raises(ConfigError, match="give an absolute path"):
         absolute("x")
+    with pytest.raises(ConfigError, match=r"must exist, but was removed; change to another dir"):
+        absolute("")
 
 
 @pytest.mark.parametrize("name", ["PLAN", "LOG_DIR", "RECORDS", "STAGE_DIR", "TIMELINE"])

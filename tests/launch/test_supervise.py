@@ -12,13 +12,14 @@ import time
 import pytest
 
 from hpctrain.cluster.env import BEGUN, ENDED, RANK_LOST
+from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.stderr import merged
 from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
 from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone, start, wait_for
-from tests.processes import ended
+from tests.processes import ended, is_alive
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]
 
@@ -85,6 +86,16 @@ def test_a_second_signal_kills_immediately(tmp_path):
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=15) != 0
+    assert ranks_are_gone(tmp_path)
+
+
+@pytest.mark.parametrize("code", ["", STUBBORN])
+def test_the_ranks_end_after_a_launch_that_sigkill_ends(tmp_path, code):
+    process = start(tmp_path, f"{code}time.sleep(50)")
+    (mpirun,) = [pid for pid in descendants(process.pid) if stat(pid).parent == process.pid]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not is_alive(mpirun), limit_s=15.0)
     assert ranks_are_gone(tmp_path)
 
 

@@ -78,6 +78,17 @@ CASES = {
         said=("[rank 1] Fatal Python error: Segmentation fault", "in crash"),
         logged="[rank 1] Fatal Python error: Segmentation fault",
     ),
+    "an interrupt that the program catches": Case(
+        body="""
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            hvd.allreduce_(torch.ones(1), name="of rank 1")
+        except KeyboardInterrupt:
+            now(); sys.exit()
+        """,
+        said=("rank 1 left the program after KeyboardInterrupt in a call while rank 0 waits",),
+    ),
     "a kill": Case(body="now(); os.kill(os.getpid(), signal.SIGKILL)"),
     "a kill that mpirun is slow to tell of": Case(
         body="now(); os.kill(os.getpid(), signal.SIGKILL)", num_ranks=3, nodes=2

@@ -1,0 +1,91 @@
+"""Exceptions of signal handlers at any point of a named operation."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import hpctrain.negotiation
+from hpctrain.comm import waiting
+from hpctrain.core.errors import CommError
+from tests.negotiation.controlling import RUNS, SEVERAL, controller_of
+
+FOLDER = str(Path(hpctrain.negotiation.__file__).parent)
+PROMPT_S = 5.0  # far less than the limit of the waits
+NUM_POINTS = 60
+
+
+class Interrupted(Exception):  # noqa: N818 - as KeyboardInterrupt
+    """Raised by a signal handler."""
+
+
+class Interruption:
+    """Counts the instructions of the package that a call executes; raises at one of them."""
+
+    def __init__(self, number=None):
+        self.number, self.count = number, 0
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.number:
+                raise Interrupted
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+def outcome_of_calls(run, controller, number):
+    """Make five calls, the second with an interruption; return the error, and the longest time."""
+    size, longest_s = controller.comm.size, 0.0
+    error = ""
+    for call in range(5):
+        start = time.monotonic()
+        try:
+            tensor = torch.ones(3)
+            if call == 1 and number is not None:
+                try:
+                    with Interruption(number):
+                        run(controller, "again", tensor)
+                except Interrupted:
+                    pass
+            if tensor[0] == 1:
+                run(controller, "again", tensor)
+            assert tensor.tolist() == [size] * 3
+        except CommError as raised:
+            error = str(raised)
+        longest_s = max(longest_s, time.monotonic() - start)
+    return error, longest_s
+
+
+@SEVERAL
+@RUNS
+def test_after_an_interrupt_the_next_calls_work_or_raise_on_all_ranks(ranks, run, monkeypatch):
+    monkeypatch.setattr(waiting, "FAILED_S", 0.1)
+    everyone, count = range(ranks.size), 0
+    for point in range(-1, NUM_POINTS):
+        controller = controller_of(ranks.group(everyone), timeout_s=60)
+        for _ in range(4):  # from here on without control messages
+            run(controller, "again", torch.ones(3))
+        ranks.barrier()
+        if point < 0:
+            time.sleep(0.01 * (ranks.rank == 0))  # the other ranks have arrived
+            with Interruption() as counted:
+                run(controller, "again", torch.ones(3))
+            count = ranks.broadcast_object(counted.count)
+            assert count > 50
+        is_here = point >= 0 and point % ranks.size == ranks.rank
+        number = 1 + point * count // NUM_POINTS if is_here else None
+        found = ranks.allgather_object(outcome_of_calls(run, controller, number))
+        assert len({bool(error) for error, _ in found}) == 1, (point, found)
+        assert max(took_s for _, took_s in found) < PROMPT_S, (point, found)
+        controller.close()
