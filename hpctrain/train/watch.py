@@ -54,7 +54,7 @@ class RunView:
     record_age_s: float | None
     begun: Record  # first record of the current part; empty if not started
     last: Record  # last step record; empty if there is none
-    test: Record  # last test record; empty if there is none
+    test: Record  # last record of a test during training; empty if there is none
     step: int
     step_s: float | None  # mean step time of the last records
     checkpoints: list[int]  # steps of the checkpoints, oldest first

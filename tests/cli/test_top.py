@@ -109,12 +109,19 @@ def test_remaining_time_is_estimated_from_the_last_steps(run):
     assert "the slowest 1 of 2 ranks" in top(run, "--ranks", 1).output
 
 
+@pytest.mark.parametrize("tested", ["validation", "test"])
+def test_the_last_test_is_labelled_by_its_samples(run, tested):
+    test = {"event": "test", "step": 10, "metric": 0.5, "loss": 1.0}
+    write(run, {**STARTED, "tested": tested}, step(10, 0.1), test)
+    assert f"{tested} metric 0.5000, loss 1.0000" in " ".join(top(run, "--once").output.split())
+
+
 def test_slow_ranks_are_found_by_how_often_they_were_slow(run):
     found = json.loads((run / "ranks.json").read_text())
     found |= {"checkpoint_s": [0.25, 0.5], "slow": [2, 7]}
     (run / "ranks.json").write_text(json.dumps(found))
     told = top(run, "--once").output
-    assert "rank 1 on b, persistent; rank 0 on a, passing" in told
+    assert "rank 1 on b, persistent; rank 0 on a, temporary" in told
     assert re.search(r"1.* b .* 500\.00 .* 3\.00 .*persistent", told)
 
 
