@@ -106,6 +106,8 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each line above the table of ranks."""
     last, num_steps = view.last, view.begun.get("num_steps")
     yield "run", _state(view)
+    if not last and not view.has_ended:
+        yield "step", "none is recorded yet"
     if last:
         of = f" of {num_steps} ({view.step / num_steps:.0%})" if num_steps else ""
         ago = f", recorded {format_seconds(view.record_age_s)} ago" if view.record_age_s else ""

@@ -15,6 +15,8 @@ from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.lease import BEAT, NAME, TIMES, Holder
+from hpctrain.launch.slurm.scheduler import JOBS
+from hpctrain.train.history import RunHistory
 from hpctrain.train.watch import RunWatch
 from tests.harness import preload
 from tests.processes import hpctrain_without
@@ -72,12 +74,12 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
             assert job.poll() is None
             time.sleep(0.05)
         watch = RunWatch(run)
-        while (view := watch.look()).slowest.rank != 1:  # in the first steps both may be slow
+        # The first steps may be slow on both ranks, and change the estimated time.
+        while (view := watch.look()).slowest.rank != 1 or not 0 < (view.left_s or 0) < 60:
             assert job.poll() is None
             time.sleep(0.05)
         assert (view.life, view.has_ended, view.slowest.rank) == ("alive", False, 1)
         assert view.begun["num_steps"] == 60
-        assert 0 < view.left_s < 60
         told = top(run, "--json", "--interval", 0.3).output.splitlines()  # until the end
         assert job.wait() == 0
     first, last = json.loads(told[0]), json.loads(told[-1])
@@ -201,11 +203,19 @@ def test_a_damaged_file_raises_with_a_remedy(run, name, text, told):
 
 
 def test_a_folder_without_a_run_raises_with_a_remedy(tmp_path):
-    with pytest.raises(ConfigError, match="pass the output_dir of a run"):
+    with pytest.raises(ConfigError, match=r"does not exist; .* pass the output_dir of a run"):
         RunWatch(tmp_path / "nothing").look()
+    (tmp_path / JOBS).write_text("12\n")
+    with pytest.raises(ConfigError, match="wait until its job has started, or read its output"):
+        RunWatch(tmp_path).look()
     hold(tmp_path)  # a job that is about to start
     assert RunWatch(tmp_path).look().life == "alive"
-    assert "running: " in top(tmp_path).output
+    told = top(tmp_path).output
+    assert "running: " in told
+    assert "none is recorded yet" in told
+    assert json.loads(top(tmp_path, "--json", "--once").output)["status"]["state"] == "running"
+    with pytest.raises(ConfigError, match="wait for its first step"):
+        RunHistory.read(tmp_path)
 
 
 def test_a_run_is_watched_without_torch_and_mpi(run):
