@@ -55,8 +55,8 @@ class MeasureOptions:
     operation: str = argument(
         "OPERATION", "allreduce, reduce_scatter, all_gather, alltoall, broadcast, barrier or send."
     )
-    min_bytes: str = option("8", "SIZE", "Smallest message.")
-    max_bytes: str = option("64MiB", "SIZE", "Largest message.")
+    min_bytes: str = option("8", "SIZE", "Smallest message, in bytes or with a unit.")
+    max_bytes: str = option("64MiB", "SIZE", "Largest message, in bytes or with a unit.")
     dtype: str = option("float32", "NAME", "Data type of torch.")
     iterations: int | None = option(
         None, "N", "Timed calls for each size.", shown="as many as fit into 0.5 s", min=1

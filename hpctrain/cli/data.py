@@ -21,7 +21,7 @@ from hpctrain.cli.options import (
 )
 from hpctrain.cli.shared_work import ranks
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_bytes, parse_bytes
+from hpctrain.core.units import format_bytes, parse_size
 from hpctrain.data.tools import info as information
 from hpctrain.data.tools import label_split, rewriting
 from hpctrain.data.tools import repair as repairing
@@ -149,7 +149,7 @@ def reshard(
     """
     shape = rewriting.Shape(
         samples_per_shard=samples_per_shard,
-        shard_bytes=parse_bytes(shard_size) if shard_size else None,
+        shard_bytes=parse_size(shard_size) if shard_size else None,
         block_size=block_size,
         compression=compression,
     )

@@ -11,7 +11,7 @@ import typer
 from hpctrain.cli.options import argument, flag, option, plural, takes
 from hpctrain.cli.shared_work import ranks
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_bytes, parse_bytes
+from hpctrain.core.units import format_bytes, parse_size
 from hpctrain.data.format import dataset_manifest
 from hpctrain.data.packing import pack as packing
 
@@ -108,7 +108,7 @@ class PackOptions:
             kind=self.kind,
             split=self.split,
             samples_per_shard=self.samples_per_shard,
-            shard_bytes=parse_bytes(self.shard_size or f"{packing.SHARD_BYTES} B"),
+            shard_bytes=parse_size(self.shard_size or f"{packing.SHARD_BYTES} B"),
             block_size=self.block_size,
             compression=self.compression,
             shuffle=self.shuffle,

@@ -17,6 +17,7 @@ from hpctrain.guide.contents import KINDS
 from hpctrain.train import run_config
 
 MAX_WIDTH = 100  # columns of a page on a wide terminal
+MAX_PAGES = 5  # number of pages in a message about a word that is no topic
 
 PACKAGES = (
     *("hpctrain", "hpctrain.data", "hpctrain.checkpoint", "hpctrain.comm", "hpctrain.compress"),
@@ -56,9 +57,18 @@ def guide(
         return
     if topic not in found:
         raise ConfigError(
-            f'a topic must be one of the listed guides, got "{topic}"{target.hint(topic, found)}'
+            f'a topic must be one of the listed guides, got "{topic}"{_hint(topic, found)}'
         )
     show(found[topic]())
+
+
+def _hint(word: str, found: dict[str, Callable[[], str]]) -> str:
+    """Return the end of a message about an unknown topic: pages that contain it, or a topic."""
+    counts = {name: found[name]().lower().count(word.lower()) for name in {*found} - {*GENERATED}}
+    best = sorted(filter(counts.__getitem__, counts), key=lambda name: (-counts[name], name))
+    if not best:
+        return target.hint(word, found)
+    return f'; "{word}" is on the pages {", ".join(best[:MAX_PAGES])}'
 
 
 def pages(root: Any) -> dict[str, Callable[[], str]]:

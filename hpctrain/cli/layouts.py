@@ -10,7 +10,7 @@ import typer
 from hpctrain.cli.options import AsJson, option, show_json
 from hpctrain.core import target
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_seconds, parse_bytes, parse_number
+from hpctrain.core.units import format_seconds, parse_number, parse_size
 from hpctrain.cost import layout_search, transformer
 from hpctrain.cost import machine as machines
 from hpctrain.train import console, model_sizes
@@ -63,7 +63,7 @@ class LayoutOptions(SharedOptions):
     gpus_per_node: int | None = _layout(
         "N", "GPUs of each node, one rank each.", shown="of the machine file", min=1
     )
-    memory: int | None = _layout("40GB", "Memory of a GPU.", parser=parse_bytes, shown="80 GB")
+    memory: int | None = _layout("40GB", "Memory of a GPU.", parser=parse_size, shown="80 GB")
     flops: float | None = _layout(
         "150T",
         "Floating-point operations per second that a GPU reaches.",
@@ -144,10 +144,6 @@ class LayoutOptions(SharedOptions):
 def plan_layouts(options: LayoutOptions) -> None:
     """Print the fastest layouts of a model."""
     fixed = options.of_fixed()
-    if options.memory is not None and options.memory < 2**20:
-        raise ConfigError(
-            f"--memory must be at least 1 MiB, got {options.memory} bytes; use {options.memory}GB"
-        )
     machine = options.of_machine()
     model, guessed = options.of_model()
     rules = layout_search.LayoutRules(

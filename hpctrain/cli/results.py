@@ -50,7 +50,7 @@ def plot(
       hpctrain plot runs/digits --smooth 20
     """
     one = run_directory.RunDirectory(runs[0]).plot if len(runs) == 1 else Path("runs.png")
-    run_figures.draw_runs(history.histories(runs), out or one, smooth)
+    run_figures.draw_runs(_read(runs), out or one, smooth)
     typer.echo(out or one)
 
 
@@ -75,7 +75,18 @@ def report(
       hpctrain report runs/a runs/b --out both.html
     """
     one = runs[0] / "report.html" if len(runs) == 1 else Path("runs.html")
-    typer.echo(run_report.write_report(history.histories(runs), out or one, smooth))
+    typer.echo(run_report.write_report(_read(runs), out or one, smooth))
+
+
+def _read(paths: list[Path]) -> list[history.RunHistory]:
+    """Read runs; name those without a step record on stderr."""
+    found = history.histories(paths)
+    for run in found:
+        if not run.view.last:
+            typer.echo(
+                f"{run.path} has no record of a step yet, and therefore no curves", err=True
+            )
+    return found
 
 
 @app.command()

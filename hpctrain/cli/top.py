@@ -14,13 +14,13 @@ from rich.table import Table
 
 from hpctrain.cli.options import RunFolder, flag, option
 from hpctrain.core.units import format_seconds
-from hpctrain.train import stragglers, watch
+from hpctrain.train import slow_ranks, watch
 from hpctrain.train.console import figures
 
 if TYPE_CHECKING:
     from hpctrain.train.watch import RunView
 
-SHOWN = 4  # stragglers in a line
+SHOWN = 4  # slow ranks in a line
 
 app = typer.Typer()
 
@@ -96,8 +96,8 @@ def _table(view: "RunView", num_rows: int) -> Group:
             rank.host,
             *(f"{seconds * 1e3:.2f}" for seconds in times),
             f"{ratio:.2f}",
-            stragglers.verdict(rank.slow),
-            style="bold" if ratio >= stragglers.SLOW else None,
+            slow_ranks.verdict(rank.slow),
+            style="bold" if ratio >= slow_ranks.SLOW else None,
         )
     return Group(summary, table)
 
@@ -106,6 +106,8 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each line above the table of ranks."""
     last, num_steps = view.last, view.begun.get("num_steps")
     yield "run", _state(view)
+    if not last and not view.has_ended:
+        yield "step", "none is recorded yet"
     if last:
         of = f" of {num_steps} ({view.step / num_steps:.0%})" if num_steps else ""
         ago = f", recorded {format_seconds(view.record_age_s)} ago" if view.record_age_s else ""
@@ -114,7 +116,8 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
         yield "speed", f"{last['samples_per_s']:.0f} samples/s over all ranks"
     if view.test:
         metric, loss = _number(view.test["metric"]), _number(view.test["loss"])
-        yield "test", f"metric {metric}, loss {loss} after step {view.test['step']}"
+        tested = view.begun.get("tested", "test")
+        yield tested, f"metric {metric}, loss {loss} after step {view.test['step']}"
     if view.left_s and not view.has_ended:
         yield "time left", f"{format_seconds(view.left_s)}, without tests and checkpoints"
     if view.checkpoints:
@@ -126,8 +129,8 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
         yield "slowest", f"rank {slowest.rank}{where}, {ratio:.2f} times the median rank's work"
     if slow := sorted((rank for rank in view.ranks if rank.slow), key=lambda rank: -rank.slow):
         named = [f"rank {r.rank}{f' on {r.host}' if r.host else ''}" for r in slow[:SHOWN]]
-        shown = [f"{n}, {stragglers.verdict(r.slow)}" for n, r in zip(named, slow, strict=False)]
-        yield "stragglers", "; ".join(shown) + (" ..." if len(slow) > SHOWN else "")
+        shown = [f"{n}, {slow_ranks.verdict(r.slow)}" for n, r in zip(named, slow, strict=False)]
+        yield "slow ranks", "; ".join(shown) + (" ..." if len(slow) > SHOWN else "")
 
 
 def _state(view: "RunView") -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hpctrain.core.checks import CheckedFields, Count, Overlap, Size
-from hpctrain.core.units import parse_bytes
+from hpctrain.core.units import parse_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,4 +25,4 @@ class CommConfig(CheckedFields):
     @property
     def bucket_bytes(self) -> int:
         """``bucket_size`` as a number."""
-        return parse_bytes(self.bucket_size)
+        return parse_size(self.bucket_size)

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.units import parse_bytes, parse_seconds
+from hpctrain.core.units import parse_seconds, parse_size
 
 TYPE_NAMES: dict[type, str] = {
     str: "text",
@@ -72,7 +72,7 @@ class Bounds:
 
     def _check_text(self, name: str, text: str) -> None:
         try:
-            found = {"time": seconds, "bytes": parse_bytes}[self.unit](text) if self.unit else 1
+            found = {"time": seconds, "bytes": parse_size}[self.unit](text) if self.unit else 1
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         require(found != 0 or self.unit == "time", f"{name} must be above 0", text)

@@ -22,6 +22,7 @@ from torch.autograd import Variable, graph
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
@@ -147,6 +148,19 @@ foreach_sub_: Callable[..., Any] = torch._foreach_sub_
 unscale_: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
 unscale_grads: Callable[..., dict[torch.device, Tensor]] = GradScaler._unscale_grads_
+
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def hidden_from_modes(function: Callable[[], object]) -> Callable[[], object]:
+    """Return ``function`` with operations that no ``TorchDispatchMode`` of the caller observes."""
+
+    def call() -> object:
+        with _disable_current_modes():
+            return function()
+
+    return call
 
 
 def version_of(tensor: Tensor) -> int:

@@ -17,12 +17,23 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:s|min|h|d)\s*)+", re.IGNORECASE)
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
-def parse_bytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the number of bytes of a text such as ``"25 MiB"``, in upper or lower case.
 
     Raises:
         ConfigError: the text is not a number followed by one of B, kB, MB, GB, KiB, MiB, GiB.
     """
+    num_bytes = parse_bytes(text)
+    if not text.strip()[-1].isalpha():
+        raise ConfigError(
+            f'a size must be a number and a unit such as "25 MiB" or "1 GB", got {text!r}; write '
+            f'"{text.strip()} B" for bytes'
+        )
+    return num_bytes
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes as ``parse_size``; a number without a unit is in bytes."""
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in _FACTORS:
         raise ConfigError(

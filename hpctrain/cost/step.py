@@ -1,4 +1,4 @@
-"""Time of a training step, by formula and by simulation, with stragglers and overlap."""
+"""Time of a training step, by formula and by simulation, with slow ranks and overlap."""
 
 import math
 from dataclasses import dataclass, replace

@@ -346,10 +346,10 @@ class ShardedStep(Reducer, OptimizerExchange):
             raise
 
     @torch.no_grad()
-    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool:
+    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
         """Unscale the averaged gradients in the next step; return whether any is not finite.
 
-        Collective.
+        Collective. Returns None if no rank has a gradient, as in ``.grad``.
         """
         if self._overflowed:  # GradScaler has skipped that step, so drop its clipping
             self._changes = []
@@ -357,10 +357,14 @@ class ShardedStep(Reducer, OptimizerExchange):
         dtypes = {bucket.step_dtype for bucket in self.reduction.values.buckets}
         if not allows_fp16 and torch.float16 in dtypes:
             raise ValueError("Attempting to unscale FP16 gradients.")  # torch's message
-        one, found = torch.ones(()), torch.zeros(())
+        one, found, own = torch.ones(()), torch.zeros(()), -1.0
         for grad in self.reduction.gradients(self._changes):
             unscale_([grad], found, one)
-        self._overflowed = self._norm_of_all(found.item(), math.inf) > 0
+            own = found.item()
+        of_all = self._norm_of_all(own, math.inf)
+        self._overflowed = of_all > 0
+        if of_all < 0:
+            return None
         if (factor := inverse_scale.item()) != 1.0:
             self._changes.append(Change(factor=factor))
         return self._overflowed

@@ -95,8 +95,8 @@ class StepSync:
         if agreement.weights.first_is_equal and comm.rank == 0:
             text = (
                 f"ranks should read different samples, but all {comm.size} ranks have computed "
-                f"the same gradients in their first step; give each rank its own samples by "
-                f"hvd.shard_data(loader)"
+                f"the same gradients in their first step; divide the batches of the DataLoader by "
+                f"`loader = hvd.shard_data(loader, optimizer)` after the optimizer is wrapped"
             )
             logs.warn_merged([[text]])
         if agreement.weights.unreached_differ and agreement.member not in self._unreached_reported:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+SENT_TO_ALL = (signal.SIGUSR1, signal.SIGHUP)
+"""Signals that a terminal or Slurm also sends to the forked children of a rank."""
 
 ECHO_S = 1.0  # a launcher and Slurm may both send a signal for one request
 LOOK_S = 1.0  # interval of the checks for the file
@@ -71,7 +73,7 @@ _entered: "list[StopRequests]" = []  # entered contexts, in order
 
 
 def _leave_signals_to_parent() -> None:
-    """Restore the previous signal handlers in a forked child, so that signals end the child."""
+    """Leave requests to stop to the parent in a forked child."""
     while _entered:
         _entered.pop().leave_to_parent()
 
@@ -88,8 +90,10 @@ class StopRequests:
     Signals within one second count as one, since a launcher and Slurm may send the same request
     twice. ``hpctrain launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its
     host report which of them the launcher received. Ignored signals remain ignored. Forked
-    children use the previous handlers. Only the main thread can handle signals: entered in another
-    thread, this context checks only the file and the deadline.
+    children, such as workers of a ``DataLoader``, use the previous handlers, but SIGUSR1 and
+    SIGHUP do not end them, because the rank needs them until it has saved. Only the main thread
+    can handle signals: entered in another thread, this context checks only the file and the
+    deadline.
 
     Args:
         stop_file: file whose existence requests a stop.
@@ -165,6 +169,9 @@ class StopRequests:
 
     def leave_to_parent(self) -> None:
         """Restore the previous handlers in a forked child, which has no watcher thread."""
+        for number in SENT_TO_ALL:
+            if self._before.get(number) is signal.SIG_DFL:
+                self._before[number] = signal.SIG_IGN
         self._install_before()
         self._close_pipe()
 

@@ -50,7 +50,10 @@ class RunHistory:
         """
         directory, view = RunDirectory(path), RunWatch(path).look()
         if not directory.metrics.exists():
-            raise ConfigError(f"{path} has no records yet: its job has not started to train")
+            raise ConfigError(
+                f"{path} must have records, but its job has not started to train; wait for its "
+                f"first step, which hpctrain top shows"
+            )
         return cls(
             label=label or shown(path.resolve().name),
             path=path,
@@ -69,8 +72,7 @@ class RunHistory:
     @property
     def state(self) -> str:
         """State of the run, as ``hpctrain status`` reports it."""
-        state = self.view.status.state
-        return "running" if state == "killed" and not self.view.has_ended else state
+        return self.view.status.state
 
     def of(self, event: str) -> list[Record]:
         """Return the records of an event, oldest first."""

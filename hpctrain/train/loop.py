@@ -23,8 +23,8 @@ from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, random_states, set_random_states
 from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
+from hpctrain.train.slow_ranks import SlowRanks
 from hpctrain.train.step_exchange import StepBatch
-from hpctrain.train.stragglers import Stragglers
 from hpctrain.train.task import Task
 
 
@@ -73,7 +73,7 @@ class TrainingLoop:
         self._savings = SavingsMeter(state.task)
         topology = world.current().topology
         pairs = zip(topology.hosts, topology.nodes, strict=True)
-        self._stragglers = Stragglers({rank: host for host, ranks in pairs for rank in ranks})
+        self._slow_ranks = SlowRanks({rank: host for host, ranks in pairs for rank in ranks})
 
     def train(self) -> Outcome | Stopped:
         """Run the remaining steps. Collective.
@@ -233,10 +233,10 @@ class TrainingLoop:
         state.num_skipped += interval.num_skipped
         rounds = task.exchange.figures
         all_work = task.config.sync.fraction == 1  # otherwise ranks that are not drawn look fast
-        for line in self._stragglers.see(interval.of_ranks) if all_work else ():
+        for line in self._slow_ranks.see(interval.of_ranks) if all_work else ():
             if task.comm.rank == 0:
                 logger.warning(line)
-        slow = self._stragglers.counts(task.comm.size)
+        slow = self._slow_ranks.counts(task.comm.size)
         self._metrics.write_ranks(state.step, {**interval.of_ranks, "slow": slow})
         noise = task.exchange.noise_scale
         self._metrics.write(

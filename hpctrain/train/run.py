@@ -282,13 +282,16 @@ class _Run:
             yield f"compression {name}: {savings}"
 
     def _test_lines(self, task: Task, outcome: Outcome) -> Iterator[str]:
-        """Yield lines about the last test and, if different, the best test."""
-        best = outcome.best
+        """Yield lines about the best test, if different, and about the last test."""
+        best, is_other = outcome.best, False
         if task.config.keep_best and best and best["step"] != outcome.step:
             # The configured path may be relative, as the user wrote it.
             folder = RunDirectory(task.config.directory).checkpoints
-            path = CheckpointDirectory(folder).path(best["step"])
+            path, is_other = CheckpointDirectory(folder).path(best["step"]), True
             yield f"best {task.tested} {task.metric_name} {best['metric']:.4f}, in {path}"
+        if is_other or task.ema is not None:
+            averaged = ", averaged by train.ema" * (task.ema is not None)
+            yield f"on the test data, with the weights of the last step{averaged}:"
         yield from outcome.scores.lines(task.metric_name)
 
 

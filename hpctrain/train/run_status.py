@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hpctrain.cluster.env import EXIT_CODE_FILE, STOPPED, STOPPING
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import Holder
+from hpctrain.launch.slurm.scheduler import JOBS
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
@@ -79,7 +80,7 @@ def _by_exit_code(path: Path) -> Status:
     try:
         code = int((path / EXIT_CODE_FILE).read_text(encoding="ascii"))
     except OSError:
-        return Status("missing", f"{path} contains no run that has started to train")
+        return Status("missing", not_started(path))
     except ValueError:  # empty file: the job started, but its script was killed
         return Status("killed", f"{path} ended without a last record")
     if code == 0:
@@ -88,6 +89,19 @@ def _by_exit_code(path: Path) -> Status:
     if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
         return Status("stopped", f"{path} was stopped, and continues with its next job")
     return Status("failed", f"{path} failed: its program ended with code {code}")
+
+
+def not_started(path: Path) -> str:
+    """Return a message with a remedy about a directory without records of a run."""
+    logs = RunDirectory(path).logs
+    told = "contains no run that has started to train" if path.is_dir() else "does not exist"
+    if logs.is_dir() or (path / JOBS).exists():
+        output = logs if logs.is_dir() else "its output"
+        return f"{path} {told}; wait until its job has started, or read {output} if it has ended"
+    return (
+        f"{path} {told}; wait until its job has started, or pass the output_dir of a run, by "
+        f"default runs/NAME"
+    )
 
 
 def by_record(path: Path, record: Mapping[str, Any]) -> Status:

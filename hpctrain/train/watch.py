@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import BEAT, TIMES, Holder
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.run_status import Status, by_record
+from hpctrain.train.run_status import Status, by_record, not_started
 
 RECENT = 10  # step records from which the step time is computed
 
@@ -54,7 +54,7 @@ class RunView:
     record_age_s: float | None
     begun: Record  # first record of the current part; empty if not started
     last: Record  # last step record; empty if there is none
-    test: Record  # last test record; empty if there is none
+    test: Record  # last record of a test during training; empty if there is none
     step: int
     step_s: float | None  # mean step time of the last records
     checkpoints: list[int]  # steps of the checkpoints, oldest first
@@ -128,14 +128,12 @@ class RunWatch:
         path = self._directory.path
         life, holder, age_s = self._life()
         if "" not in self._last and life in ("none", "dead"):
-            raise ConfigError(
-                f"{path} contains no run that has started to train, and no job runs there; pass "
-                f"the output_dir of a run, by default runs/NAME"
-                + f"; {self._directory.logs} has the output of a job that failed early"
-                * self._directory.logs.is_dir()
-            )
+            raise ConfigError(not_started(path))
+        status = by_record(path, self._last.get("", {}))
+        if status.state == "killed" and life not in ("none", "dead"):
+            status = Status("running", f"{path} is running{status.where}", status.where)
         return RunView(
-            status=by_record(path, self._last.get("", {})),
+            status=status,
             life=life,
             holder=holder,
             heartbeat_age_s=age_s,

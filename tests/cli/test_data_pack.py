@@ -78,6 +78,7 @@ def test_classes_are_counted(run, tmp_path):
         (["--resize", "2by2"], "got '2by2'; use such as 224x224", ConfigError),
         (["--samples-per-shard", "2", "--shard-size", "1MB"], "omit one", ConfigError),
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
+        (["--shard-size", "512"], 'write "512 B" for bytes', ConfigError),
         (["--resize", "3", "--encoded"], "--resize 3x3 and --encoded", DataError),
         (["--encoded"], "--encoded must be used with tar, folder", DataError),
     ],

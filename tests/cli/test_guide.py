@@ -125,7 +125,10 @@ def test_a_terminal_gets_formatted_text(monkeypatch, capsys):
     assert "hpctrain data verify data/toy" in plain
 
 
-@pytest.mark.parametrize(("word", "text"), [("dta", "did you mean data?"), ("?", "there are ")])
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [("dta", "did you mean data?"), ("Adasum", '"Adasum" is on the pages '), ("qx", "there are ")],
+)
 def test_unknown_topic_raises_with_a_remedy(word, text):
     with pytest.raises(
         ConfigError,

@@ -137,6 +137,6 @@ def test_unsupported_plans_are_rejected(words, complaint):
     assert re.search(complaint, str(result.exception)), result.exception
 
 
-@pytest.mark.parametrize("words", [("--nodes", "0"), ("--memory", "much"), ("--params", "few")])
+@pytest.mark.parametrize("words", [("--nodes", "0"), ("--memory", "40"), ("--params", "few")])
 def test_invalid_numbers_are_rejected(words):
     assert ask(*GIVEN, *words).exit_code == 2

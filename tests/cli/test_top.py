@@ -15,6 +15,8 @@ from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.lease import BEAT, NAME, TIMES, Holder
+from hpctrain.launch.slurm.scheduler import JOBS
+from hpctrain.train.history import RunHistory
 from hpctrain.train.watch import RunWatch
 from tests.harness import preload
 from tests.processes import hpctrain_without
@@ -72,12 +74,12 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
             assert job.poll() is None
             time.sleep(0.05)
         watch = RunWatch(run)
-        while (view := watch.look()).slowest.rank != 1:  # in the first steps both may be slow
+        # The first steps may be slow on both ranks, and change the estimated time.
+        while (view := watch.look()).slowest.rank != 1 or not 0 < (view.left_s or 0) < 60:
             assert job.poll() is None
             time.sleep(0.05)
         assert (view.life, view.has_ended, view.slowest.rank) == ("alive", False, 1)
         assert view.begun["num_steps"] == 60
-        assert 0 < view.left_s < 60
         told = top(run, "--json", "--interval", 0.3).output.splitlines()  # until the end
         assert job.wait() == 0
     first, last = json.loads(told[0]), json.loads(told[-1])
@@ -109,12 +111,19 @@ def test_remaining_time_is_estimated_from_the_last_steps(run):
     assert "the slowest 1 of 2 ranks" in top(run, "--ranks", 1).output
 
 
+@pytest.mark.parametrize("tested", ["validation", "test"])
+def test_the_last_test_is_labelled_by_its_samples(run, tested):
+    test = {"event": "test", "step": 10, "metric": 0.5, "loss": 1.0}
+    write(run, {**STARTED, "tested": tested}, step(10, 0.1), test)
+    assert f"{tested} metric 0.5000, loss 1.0000" in " ".join(top(run, "--once").output.split())
+
+
 def test_slow_ranks_are_found_by_how_often_they_were_slow(run):
     found = json.loads((run / "ranks.json").read_text())
     found |= {"checkpoint_s": [0.25, 0.5], "slow": [2, 7]}
     (run / "ranks.json").write_text(json.dumps(found))
     told = top(run, "--once").output
-    assert "rank 1 on b, persistent; rank 0 on a, passing" in told
+    assert "rank 1 on b, persistent; rank 0 on a, temporary" in told
     assert re.search(r"1.* b .* 500\.00 .* 3\.00 .*persistent", told)
 
 
@@ -194,11 +203,19 @@ def test_a_damaged_file_raises_with_a_remedy(run, name, text, told):
 
 
 def test_a_folder_without_a_run_raises_with_a_remedy(tmp_path):
-    with pytest.raises(ConfigError, match="pass the output_dir of a run"):
+    with pytest.raises(ConfigError, match=r"does not exist; .* pass the output_dir of a run"):
         RunWatch(tmp_path / "nothing").look()
+    (tmp_path / JOBS).write_text("12\n")
+    with pytest.raises(ConfigError, match="wait until its job has started, or read its output"):
+        RunWatch(tmp_path).look()
     hold(tmp_path)  # a job that is about to start
     assert RunWatch(tmp_path).look().life == "alive"
-    assert "running: " in top(tmp_path).output
+    told = top(tmp_path).output
+    assert "running: " in told
+    assert "none is recorded yet" in told
+    assert json.loads(top(tmp_path, "--json", "--once").output)["status"]["state"] == "running"
+    with pytest.raises(ConfigError, match="wait for its first step"):
+        RunHistory.read(tmp_path)
 
 
 def test_a_run_is_watched_without_torch_and_mpi(run):

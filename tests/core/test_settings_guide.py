@@ -18,7 +18,7 @@ from hpctrain.core.config import Settings, variable_of
 GUIDE = Path(__file__).parents[2] / "hpctrain/guide/settings.md"
 HEAD = "| variable | values | default | meaning |\n"
 _KINDS = {bool: "`1`, `0`", int: "integer", float: "number", Path: "path"}
-_UNITS = {"bytes": "bytes, such as `25 MiB`", "time": "time, such as `10min`"}
+_UNITS = {"bytes": "bytes, or a size such as `25 MiB`", "time": "time, such as `10min`"}
 
 
 def table() -> str:

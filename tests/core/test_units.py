@@ -16,6 +16,7 @@ from hpctrain.core.units import (
     parse_bytes,
     parse_number,
     parse_seconds,
+    parse_size,
 )
 
 SIZES = {
@@ -34,6 +35,12 @@ def test_invalid_size_is_rejected_with_an_example(text):
     with pytest.raises(ConfigError, match="25 MiB") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
+
+
+def test_a_number_without_a_unit_is_a_size_only_where_the_name_says_bytes():
+    assert parse_size("17 B") == parse_bytes(" 17 ") == 17
+    with pytest.raises(ConfigError, match=r"""25 MiB".* got ' 17 '; write "17 B" """):
+        parse_size(" 17 ")
 
 
 def test_numbers_are_read_with_their_factors():

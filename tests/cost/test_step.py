@@ -1,4 +1,4 @@
-"""Check a step in closed form: stragglers, overlap with backward, local steps."""
+"""Check a step in closed form: slow ranks, overlap with backward, local steps."""
 
 import math
 import tracemalloc

@@ -224,6 +224,17 @@ def test_norm_after_unscale_is_the_norm_of_the_unscaled_average(hvd):
 
 
 @MANY
+@pytest.mark.parametrize("shard", [None, "node"])
+def test_a_scaler_rejects_a_step_without_gradients(hvd, shard):
+    model, optimizer = wrapped(hvd, shard=shard)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(hvd, 0, torch.float64)).square().mean()).backward()
+    model.zero_grad()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
+
+
+@MANY
 def test_averages_of_16_bits_are_not_unscaled_as_with_torch(hvd):
     model, optimizer = wrapped(hvd, dtype=torch.float16, shard="node")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)

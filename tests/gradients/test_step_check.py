@@ -1,11 +1,13 @@
 """Check that the header of a step detects ranks that diverge, or that share data by mistake."""
 
 import logging
+import re
 from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from hpctrain.core.errors import ConfigError, MismatchError
 from tests.gradients.training import (
@@ -40,6 +42,26 @@ def test_equal_gradients_in_the_first_step_are_reported_once_by_rank_0(hvd, capl
         step(hvd, model, optimizer, value=0.5)
     told = warnings_of(caplog, "hvd.shard_data")
     assert len(told) == (hvd.rank() == 0)
+
+
+def told_in_an_epoch(hvd, caplog, remedy=""):
+    """Return the warnings about equal gradients in an epoch of a loader, after ``remedy``."""
+    model, optimizer = wrapped(hvd)
+    samples = torch.arange(5 * 64, dtype=torch.float64).reshape(5, 64) / 100
+    names = {"hvd": hvd, "optimizer": optimizer, "loader": DataLoader(samples, batch_size=5)}
+    exec(remedy, names)
+    caplog.clear()
+    for x in names["loader"]:
+        model(x).square().sum().backward()
+        optimizer.step()
+    return [record.getMessage() for record in warnings_of(caplog, "hvd.shard_data")]
+
+
+@MANY
+def test_the_remedy_for_equal_gradients_divides_the_samples(hvd, caplog):
+    (told,) = hvd.broadcast_object(told_in_an_epoch(hvd, caplog))
+    (remedy,) = re.findall("`(.*)`", told)
+    assert told_in_an_epoch(hvd, caplog, remedy) == []
 
 
 @MANY

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain
 from hpctrain.core.errors import CommError, RankLostError
@@ -141,6 +142,31 @@ def test_operations_are_executed_in_call_order():
     for work in works:
         assert work is None or work.wait()
     assert [t.item() for t in numbers] == [size * k for k in range(50)]
+
+
+class Operations(TorchDispatchMode):
+    """List the operations of torch on this thread, as selective recomputation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_mode_observes_the_same_operations_if_the_group_is_idle_or_busy():
+    given, queue, found = torch.ones(dist.get_world_size()), dist.group.WORLD.queue, []
+    for is_busy in (False, True):
+        if is_busy:
+            assert queue.begin()
+            threading.Timer(0.1, queue.end).start()
+        with Operations() as seen:
+            dist.all_to_all_single(torch.empty_like(given), given)
+        found.append(seen.names)
+    assert found[0] == found[1]
 
 
 def test_mismatched_calls_are_an_error_on_all_ranks():

@@ -209,6 +209,26 @@ def test_handlers_of_the_program_are_also_called():
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGHUP, 7), (signal.SIGUSR1, 7), (signal.SIGTERM, -signal.SIGTERM)],
+)
+def test_a_forked_child_is_ended_by_its_parent_only(number, code):
+    (is_ready, ready), (is_over, over) = os.pipe(), os.pipe()
+    with StopRequests() as requests:
+        if not (child := os.fork()):
+            os.write(ready, b"1")
+            os.read(is_over, 1)
+            os._exit(7)
+        os.read(is_ready, 1)
+        os.kill(child, number)
+        os.write(over, b"1")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+        assert not requests.reason
+    for end in (is_ready, ready, is_over, over):
+        os.close(end)
+
+
 def test_exit_in_another_thread_restores_the_process():
     program = (
         "import threading; from hpctrain.runtime.stopping import StopRequests\n"

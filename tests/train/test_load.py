@@ -84,6 +84,7 @@ def test_a_free_table_accepts_any_key_and_keeps_other_keys(file):
         ("comm.overlap=no", "comm.overlap must be one of auto, thread, inline, end, got 'no'"),
         ("comm.bucket_size=0B", "comm.bucket_size must be above 0, got '0B'"),
         ("comm.bucket_size=big", "comm.bucket_size: a size must be a number"),
+        ('comm.bucket_size="25"', "got '25'; write \"25 B\" for bytes"),
         ("checkpoint.every=often", "checkpoint.every: a duration"),
         ("stop.after=1", "stop.after must be a time, got 1 (an integer)"),
         ("data.random=true", "set data.per_sample = true too"),

@@ -174,13 +174,15 @@ def test_a_run_reports_its_best_checkpoint_and_commands_accept_it(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     write_config(tmp_path, "tests.train.problem:model", epochs=5)
-    judged = ['test.metric=["loss", "top2"]', "test.mode=max", "test.patience=1"]
+    judged = ['test.metric=["loss", "top2"]', "test.mode=max", "test.patience=1", "train.ema=0.5"]
     try:
         assert run(load_config(Path("small.toml"), judged), {}, RunOptions()) == 0
-        *_, why, _, best, others, last = capsys.readouterr().out.splitlines()
+        *_, why, _, best, which, others, last = capsys.readouterr().out.splitlines()
         assert why == "ended after step 8 of 20: no better test in the last 1 (test.patience)"
         assert best.endswith("in runs/small/checkpoints/step-00000004")
         assert best.startswith("best test loss ")
+        which_weights = "the weights of the last step, averaged by train.ema"
+        assert which == f"on the test data, with {which_weights}:"
         assert others.startswith("test top2 0.")
         runner, found = CliRunner(), {}
         for which in ("last", "best"):

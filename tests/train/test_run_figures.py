@@ -196,6 +196,13 @@ def test_impossible_plots_raise_errors_with_a_remedy(tmp_path, monkeypatch):
         draw_runs(runs, tmp_path / "a.png")
 
 
+def test_a_run_without_a_step_record_is_named(tmp_path):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", losses=())]
+    told = hpctrain("report", *paths, "--out", tmp_path / "both.html")
+    assert told.count("has no record of a step yet") == 1
+    assert f"{paths[1]} has no record" in told
+
+
 def test_a_report_has_all_differences_and_escapes_names(tmp_path):
     odd = HOSTILE.removesuffix("\ud800")
     one = write_run(tmp_path / "one", settings=f"[optimizer]\nargs = {{ x = {dumps(odd)} }}")

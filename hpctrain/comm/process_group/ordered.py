@@ -22,6 +22,8 @@ from hpctrain.core.torch_compat import (
     Store,
     backend_of,
     group_by_nccl,
+    hidden_from_modes,
+    num_dispatch_modes,
 )
 from hpctrain.core.units import format_ranks
 
@@ -170,6 +172,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._owner.check()
         if reason := _refusal(name, result, averages=averages):
             function = functools.partial(self._refuse, reason)
+        if num_dispatch_modes():
+            # Selective recomputation counts operations, which may also run on the queue's thread.
+            function = hidden_from_modes(function)
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
         is_sync = getattr(opts, "asyncOp", None) is False  # unknown before torch 2.7

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.train.stragglers import RECENT, Stragglers, verdict
+from hpctrain.train.slow_ranks import RECENT, SlowRanks, verdict
 
 
 def times(*work_s, input_s=0.0):
@@ -13,7 +13,7 @@ def times(*work_s, input_s=0.0):
 
 
 def told(*records, hosts=()):
-    found = Stragglers(dict(enumerate(hosts)))
+    found = SlowRanks(dict(enumerate(hosts)))
     return [found.see(record) for record in records], found
 
 
@@ -32,13 +32,13 @@ def test_a_persistently_slow_rank_is_reported_once_with_its_host_and_once_when_i
     assert found.counts(3) == [0, 0, 5]
 
 
-def test_an_occasionally_slow_rank_is_passing_and_not_reported():
+def test_an_occasionally_slow_rank_is_temporary_and_not_reported():
     lines, found = told(LATE, EVEN, EVEN, LATE, EVEN)
     assert lines == [[]] * 5
     assert found.counts(3) == [0, 0, 2]
     assert [verdict(count) for count in (0, 1, 4, 5, 10)] == [
         "",
-        *["passing"] * 2,
+        *["temporary"] * 2,
         *["persistent"] * 2,
     ]
 

@@ -8,7 +8,7 @@ RECENT, PERSISTENT = 10, 5  # a rank is persistently slow if slow in 5 of the la
 SLOW, LEAST_S = 1.2, 0.005  # a rank is slow above 1.2 times and 5 ms more than the median
 
 
-class Stragglers:
+class SlowRanks:
     """Finds persistently slow ranks in the records of steps.
 
     The work of a rank is its compute time plus its wait for input, without communication. A rank
@@ -56,5 +56,5 @@ class Stragglers:
 
 
 def verdict(count: int) -> str:
-    """Return "persistent", "passing" or "" for a number of slow records."""
-    return "persistent" if count >= PERSISTENT else "passing" if count else ""
+    """Return "persistent", "temporary" or "" for a number of slow records."""
+    return "persistent" if count >= PERSISTENT else "temporary" if count else ""
