@@ -32,16 +32,16 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
     except RankLostError:
         raise  # an agreement with a lost rank is impossible
     except HpctrainError as own:
-        text = merge_messages(comm.allgather_object(str(own)))
+        text = merge_messages(refusals_of(comm, str(own)))
         if isinstance(own, error) and text == str(own):
             raise
         raise error(text) from own
     except BaseException as own:
         # The loss of a rank must not hide this error.
         with suppress(CommError):
-            comm.allgather_object(str(own) or type(own).__name__)
+            refusals_of(comm, str(own) or type(own).__name__)
         raise
-    raise_if_any(comm.allgather_object(None), error)
+    raise_if_refused(comm, None, error)
 
 
 def on_root(
@@ -62,6 +62,34 @@ def on_root(
     if refusal is not None:
         raise error(refusal)
     return result  # type: ignore[return-value]  # set, since ``action`` did not fail
+
+
+def is_any(comm: "Communicator", *, mine: bool) -> bool:
+    """Return whether ``mine`` is true on any rank. Collective; one small all-reduce."""
+    if comm.size == 1:
+        return mine
+    import torch  # noqa: PLC0415 - slow, and commands for one process need no torch
+
+    from hpctrain.comm.ops import Op  # noqa: PLC0415 - it needs torch
+
+    flag = torch.tensor(int(mine), dtype=torch.int32)
+    comm.allreduce_(flag, op=Op.MAX).wait()
+    return bool(flag)
+
+
+def refusals_of(comm: "Communicator", refusal: str | None) -> Sequence[str | None]:
+    """Return the refusals of all ranks, by rank, or ``()`` if no rank has one. Collective.
+
+    The texts are gathered only if a rank has one.
+    """
+    return comm.allgather_object(refusal) if is_any(comm, mine=refusal is not None) else ()
+
+
+def raise_if_refused(
+    comm: "Communicator", refusal: str | None, error: type[HpctrainError] = MismatchError
+) -> None:
+    """Raise ``error`` on every rank if any rank passes a ``refusal``. Collective."""
+    raise_if_any(refusals_of(comm, refusal), error)
 
 
 def raise_if_any(
