@@ -1,6 +1,7 @@
 """Agreement on errors: either all ranks raise or no rank raises."""
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 T = TypeVar("T")
+
+GatherObjects = Callable[[Any], list[Any]]
+"""Returns the objects of all ranks, by rank. Collective."""
+_MAX_SENT = 8
+"""Number of different values that are sent to describe a difference."""
 
 
 @contextmanager
@@ -66,15 +72,19 @@ def on_root(
 
 def is_any(comm: "Communicator", *, mine: bool) -> bool:
     """Return whether ``mine`` is true on any rank. Collective; one small all-reduce."""
+    return any(_maxima(comm, [mine]))
+
+
+def _maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
     if comm.size == 1:
-        return mine
+        return numbers
     import torch  # noqa: PLC0415 - slow, and commands for one process need no torch
 
     from hpctrain.comm.ops import Op  # noqa: PLC0415 - it needs torch
 
-    flag = torch.tensor(int(mine), dtype=torch.int32)
-    comm.allreduce_(flag, op=Op.MAX).wait()
-    return bool(flag)
+    largest = torch.tensor(numbers, dtype=torch.int64)
+    comm.allreduce_(largest, op=Op.MAX).wait()
+    return [int(number) for number in largest]
 
 
 def refusals_of(comm: "Communicator", refusal: str | None) -> Sequence[str | None]:
@@ -115,7 +125,7 @@ def require_equal(
 ) -> None:
     """Raise unless ``lines`` are the same on every rank. Collective.
 
-    Ranks send the lines only if their digests differ.
+    Costs one small all-reduce if the lines are equal.
 
     Args:
         comm: the ranks.
@@ -124,28 +134,55 @@ def require_equal(
         remedy: remedy, for the message.
 
     Raises:
-        MismatchError: texts differ; the message has the first differing text of each rank.
+        MismatchError: texts differ; the message has the first differing text of each rank, or of
+            some ranks.
     """
-    require_equal_by(comm.allgather_object, lines, what, remedy)
+    number = int(_digest(list(lines))[:15], 16)
+    largest, smallest = _maxima(comm, [number, -number])
+    if largest != -smallest:
+        require_equal_by(comm.allgather_object, lines, what, remedy)
 
 
 def require_equal_by(
-    gather: Callable[[Any], list[Any]],
+    gather: GatherObjects,
     lines: Sequence[str],
     what: str,
     remedy: str = "build the same model on every rank",
 ) -> None:
     """Raise as ``require_equal`` does; ``gather`` returns the objects of all ranks. Collective."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(gather(digest))) == 1:
+    columns = gather_distinct(gather, list(lines))
+    if not columns:
         return
-    columns = gather(list(lines))
-    rows = zip_longest(*columns, fillvalue="none")
-    number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
+    sent = {rank: column for rank, column in enumerate(columns) if column is not None}
+    rows = zip_longest(*sent.values(), fillvalue="none")
+    number, row = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
+    of_rank = dict(zip(sent, row, strict=True))
+    seen = [of_rank.get(rank) for rank in range(len(columns))]
     raise MismatchError(
         f"{what} must be the same on every rank, but entry {number}, counted from 0, differs: "
         f"{by_rank(seen)}; {remedy}"
     )
+
+
+def gather_distinct(gather: GatherObjects, mine: T, max_sent: int = _MAX_SENT) -> list[T | None]:
+    """Return the values of all ranks, by rank; an empty list if they are equal. Collective.
+
+    One rank sends each distinct value. Only the first ``max_sent`` of them are sent; ranks with
+    other values have None in the list. Values are equal if their ``repr`` is equal.
+    """
+    own = f"{_digest(mine)} {secrets.token_hex(8)}"  # different on each rank
+    every = gather(own)
+    digests = [text.split()[0] for text in every]
+    if len(set(digests)) == 1:
+        return []
+    senders = [digests.index(one) for one in dict.fromkeys(digests)][:max_sent]
+    sent = gather(mine if every.index(own) in senders else None)
+    by_digest = {digests[sender]: sent[sender] for sender in senders}
+    return [by_digest.get(one) for one in digests]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:
