@@ -173,21 +173,19 @@ def gather_bytes(
     Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
     message-passing systems"; with ``root``, a binomial tree.
     """
-    size, distance = comm.size, 1
+    size = comm.size
     place = 0 if root is None else (comm.rank - root) % size
     held = [memoryview(mine)]  # of this rank and of the ranks that follow
-    while distance < size:
-        is_last = bool(place & distance)
-        sent = []
+    for distance in (1 << k for k in range((size - 1).bit_length())):
+        sent, is_last = list[requests.MpiRequest](), bool(place & distance)
         if root is None or is_last:
             sent = _start_sends(comm, held[: size - distance], (comm.rank - distance) % size)
-        if is_last:
-            held = []
-        elif (num := min(distance, size - distance - place)) > 0:
+        if not is_last and (num := min(distance, size - distance - place)) > 0:
             held += _received(comm, num, (comm.rank + distance) % size, wait)
         for request in sent:
             wait(request.Test)
-        distance = size if is_last else 2 * distance
+        if is_last:
+            return []
     return held[size - comm.rank :] + held[: size - comm.rank]
 
 

@@ -1,14 +1,19 @@
 """Check that the number of messages of a world of N ranks grows with N log N."""
 
 import math
+import queue
 import random
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
+from mpi4py import MPI
 
 from hpctrain.comm import watched_calls
 from hpctrain.comm.waiting import Watch
-from hpctrain.comm.watched_calls import WatchedCalls
+from hpctrain.comm.watched_calls import WatchedCalls, gather_bytes
 from hpctrain.launch import mpiexec
 from tests.processes import ended
 
@@ -88,3 +93,65 @@ def test_objects_are_gathered_by_few_messages(world, monkeypatch, message_bytes)
             size * math.ceil(math.log2(size)) + size - 1
         )
     comm.comm.Free()
+
+
+class Finished:
+    """A finished MPI request."""
+
+    def Test(self, _=None):  # noqa: N802 - the name in MPI
+        return True
+
+
+class Arrived:
+    """A matched MPI message."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def Irecv(self, buffer):  # noqa: N802 - the name in MPI
+        buffer[0][:] = self.message
+        return Finished()
+
+
+class SimulatedComm:
+    """MPI communicator of one of many ranks in a process, each on a thread."""
+
+    def __init__(self, queues, rank, size):
+        self.queues, self.rank, self.size = queues, rank, size
+        self.num_sends = 0
+
+    def Isend(self, buffer, dest):  # noqa: N802 - the name in MPI
+        self.num_sends += 1
+        self.queues[self.rank, dest].put(bytes(buffer[0]))
+        return Finished()
+
+    def Improbe(self, source, _, status):  # noqa: N802 - the name in MPI
+        with suppress(queue.Empty):
+            message = self.queues[source, self.rank].get_nowait()
+            status.Set_elements(MPI.BYTE, len(message))
+            return Arrived(message)
+        return None
+
+
+@pytest.mark.parametrize("size", [5, 7, 8, 17, 33])
+def test_many_ranks_gather_bytes_by_few_messages(size):
+    texts = [b"%d" % rank * (rank % 4) for rank in range(size)]
+    for root in (None, 0, size // 2, size - 1):
+        queues = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+        comms = [SimulatedComm(queues, rank, size) for rank in range(size)]
+
+        def gather(comm, root=root):
+            parts = gather_bytes(comm, texts[comm.rank], wait, root)
+            return [bytes(part) for part in parts]
+
+        with ThreadPoolExecutor(size) as threads:
+            found = list(threads.map(gather, comms))
+        assert found == [texts if root in (None, rank) else [] for rank in range(size)]
+        assert all(each.empty() for each in queues.values())
+        num_sends = sum(comm.num_sends for comm in comms)
+        assert num_sends == (size * math.ceil(math.log2(size)) if root is None else size - 1)
+
+
+def wait(done):
+    while not done():
+        time.sleep(1e-4)
