@@ -9,7 +9,7 @@ from torch.optim import SGD, Optimizer
 from hpctrain.async_sgd.requirements import first_not_finite, require_hookable
 from hpctrain.async_sgd.step_hooks import StepHooks
 from hpctrain.collectives.parameters import broadcast_parameters
-from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
+from hpctrain.comm.agreement import agreed, raise_if_refused, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.core.errors import ConfigError, NotFiniteError
 from hpctrain.core.torch_compat import version_of
@@ -125,12 +125,12 @@ class Hogwild(CommonBlock):
             f"{', '.join(written[:3])} changed outside of step(); load parameters before Hogwild "
             f"is made, or end the block and make another Hogwild after loading"
         )
-        raise_if_any(self._comm.allgather_object(text if written else None), ConfigError)
+        raise_if_refused(self._comm, text if written else None, ConfigError)
         text = (
             f"parameters must be finite for lost_updates(), but {', '.join(wrong[:3])} have nan "
             "or inf; restart with a smaller learning rate"
         )
-        raise_if_any(self._comm.allgather_object(text if wrong else None), NotFiniteError)
+        raise_if_refused(self._comm, text if wrong else None, NotFiniteError)
 
     def close(self) -> None:
         """Give each rank a private copy of the parameters, and remove the hooks. Collective."""

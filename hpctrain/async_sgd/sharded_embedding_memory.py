@@ -17,7 +17,7 @@ from hpctrain.async_sgd.sharded_embedding_rows import Bytes, Places, put, take
 from hpctrain.async_sgd.sharded_embedding_rules import Rule, learning_rate
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.cluster.resources import available_bytes
-from hpctrain.comm.agreement import agreed, raise_if_any
+from hpctrain.comm.agreement import agreed, raise_if_refused
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.node_memory import OnDisk, reserve, reserve_lazily
 from hpctrain.core.atomic import refusal
@@ -201,7 +201,7 @@ def require_memory(
             f"{format_bytes(left_bytes)} are available; use more nodes, or store the rows on a "
             f"disk of each node by path="
         )
-    raise_if_any(comm.allgather_object(refusal), NodeMemoryError)
+    raise_if_refused(comm, refusal, NodeMemoryError)
 
 
 def _private(num_bytes: int, how: Callable[[int], int]) -> Bytes:

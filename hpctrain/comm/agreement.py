@@ -1,6 +1,7 @@
 """Agreement on errors: either all ranks raise or no rank raises."""
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 T = TypeVar("T")
+
+GatherObjects = Callable[[Any], list[Any]]
+"""Returns the objects of all ranks, by rank. Collective."""
+_MAX_SENT = 8
+"""Number of different values that are sent to describe a difference."""
 
 
 @contextmanager
@@ -32,16 +38,16 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
     except RankLostError:
         raise  # an agreement with a lost rank is impossible
     except HpctrainError as own:
-        text = merge_messages(comm.allgather_object(str(own)))
+        text = merge_messages(refusals_of(comm, str(own)))
         if isinstance(own, error) and text == str(own):
             raise
         raise error(text) from own
     except BaseException as own:
         # The loss of a rank must not hide this error.
         with suppress(CommError):
-            comm.allgather_object(str(own) or type(own).__name__)
+            refusals_of(comm, str(own) or type(own).__name__)
         raise
-    raise_if_any(comm.allgather_object(None), error)
+    raise_if_refused(comm, None, error)
 
 
 def on_root(
@@ -62,6 +68,38 @@ def on_root(
     if refusal is not None:
         raise error(refusal)
     return result  # type: ignore[return-value]  # set, since ``action`` did not fail
+
+
+def is_any(comm: "Communicator", *, mine: bool) -> bool:
+    """Return whether ``mine`` is true on any rank. Collective; one small all-reduce."""
+    return any(_maxima(comm, [mine]))
+
+
+def _maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
+    if comm.size == 1:
+        return numbers
+    import torch  # noqa: PLC0415 - slow, and commands for one process need no torch
+
+    from hpctrain.comm.ops import Op  # noqa: PLC0415 - it needs torch
+
+    largest = torch.tensor(numbers, dtype=torch.int64)
+    comm.allreduce_(largest, op=Op.MAX).wait()
+    return [int(number) for number in largest]
+
+
+def refusals_of(comm: "Communicator", refusal: str | None) -> Sequence[str | None]:
+    """Return the refusals of all ranks, by rank, or ``()`` if no rank has one. Collective.
+
+    The texts are gathered only if a rank has one.
+    """
+    return comm.allgather_object(refusal) if is_any(comm, mine=refusal is not None) else ()
+
+
+def raise_if_refused(
+    comm: "Communicator", refusal: str | None, error: type[HpctrainError] = MismatchError
+) -> None:
+    """Raise ``error`` on every rank if any rank passes a ``refusal``. Collective."""
+    raise_if_any(refusals_of(comm, refusal), error)
 
 
 def raise_if_any(
@@ -87,7 +125,7 @@ def require_equal(
 ) -> None:
     """Raise unless ``lines`` are the same on every rank. Collective.
 
-    Ranks send the lines only if their digests differ.
+    Costs one small all-reduce if the lines are equal.
 
     Args:
         comm: the ranks.
@@ -96,30 +134,57 @@ def require_equal(
         remedy: remedy, for the message.
 
     Raises:
-        MismatchError: texts differ; the message has the first differing text of each rank.
+        MismatchError: texts differ; the message has the first differing text of each rank, or of
+            some ranks.
     """
-    require_equal_by(comm.allgather_object, lines, what, remedy)
+    number = int(_digest(list(lines))[:15], 16)
+    largest, smallest = _maxima(comm, [number, -number])
+    if largest != -smallest:
+        require_equal_by(comm.allgather_object, lines, what, remedy)
 
 
 def require_equal_by(
-    gather: Callable[[Any], list[Any]],
+    gather: GatherObjects,
     lines: Sequence[str],
     what: str,
     remedy: str = "build the same model on every rank",
 ) -> None:
     """Raise as ``require_equal`` does; ``gather`` returns the objects of all ranks. Collective."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(gather(digest))) == 1:
+    columns = gather_distinct(gather, list(lines))
+    if not columns:
         return
-    columns = gather(list(lines))
-    rows = zip_longest(*columns, fillvalue="none")
-    number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
-    is_permuted = len({tuple(sorted(column)) for column in columns}) == 1
+    sent = {rank: column for rank, column in enumerate(columns) if column is not None}
+    rows = zip_longest(*sent.values(), fillvalue="none")
+    number, row = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
+    of_rank = dict(zip(sent, row, strict=True))
+    seen = [of_rank.get(rank) for rank in range(len(columns))]
+    is_permuted = len({tuple(sorted(column)) for column in sent.values()}) == 1
     raise MismatchError(
         f"{what} must be the same on every rank, but "
         f"{'only the order of the entries differs, first at ' * is_permuted}entry {number}, "
         f"counted from 0{'' if is_permuted else ', differs'}: {by_rank(seen)}; {remedy}"
     )
+
+
+def gather_distinct(gather: GatherObjects, mine: T, max_sent: int = _MAX_SENT) -> list[T | None]:
+    """Return the values of all ranks, by rank; an empty list if they are equal. Collective.
+
+    One rank sends each distinct value. Only the first ``max_sent`` of them are sent; ranks with
+    other values have None in the list. Values are equal if their ``repr`` is equal.
+    """
+    own = f"{_digest(mine)} {secrets.token_hex(8)}"  # different on each rank
+    every = gather(own)
+    digests = [text.split()[0] for text in every]
+    if len(set(digests)) == 1:
+        return []
+    senders = [digests.index(one) for one in dict.fromkeys(digests)][:max_sent]
+    sent = gather(mine if every.index(own) in senders else None)
+    by_digest = {digests[sender]: sent[sender] for sender in senders}
+    return [by_digest.get(one) for one in digests]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:

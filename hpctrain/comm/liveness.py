@@ -3,17 +3,17 @@
 import math
 import sys
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from functools import partial
 
 from hpctrain.comm import blocks, requests
 from hpctrain.comm.blocks import Blocks
 from hpctrain.comm.mpi_start import MPI, is_loss
 from hpctrain.comm.node_processes import NodeProcesses
 from hpctrain.comm.waiting import Pace, wait_until
+from hpctrain.comm.watched_calls import gather_bytes
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
 
@@ -207,16 +207,8 @@ class Liveness:
         return found
 
     def _gather(self, text: bytes) -> list[bytes]:
-        control = self._control
-        lengths = array("q", [0] * control.size)
-        request = requests.start(control, control.Iallgather, array("q", [len(text)]), lengths)
-        self._wait_until(request.Test, self._check_if_late)
-        joined, counts = bytearray(sum(lengths)), lengths.tolist()
-        buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]
-        request = requests.start(control, control.Iallgatherv, *buffers)
-        self._wait_until(request.Test, self._check_if_late)
-        ends = list(accumulate(counts))
-        return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
+        wait = partial(self._wait_until, look=self._check_if_late)
+        return [bytes(part) for part in gather_bytes(self._control, text, wait)]
 
     def _check_if_late(self, waited_s: float) -> None:
         if waited_s > GRACE_S:  # a process that ended earlier may have ended normally

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import raise_if_any
+from hpctrain.comm.agreement import raise_if_refused
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, in_step, meet, tensor_call
 from hpctrain.comm.communicator import GATHER, Communicator
@@ -20,6 +20,7 @@ from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.algorithms import (
+    allgather_by_messages,
     allreduce_by_messages_,
     pairwise_alltoall_,
     pairwise_reduce_scatter,
@@ -52,8 +53,6 @@ in the parent communicator, and the limit of waits, None for the limit of the pa
 NUM_TAGS = 32767  # the standard guarantees tags up to 32767
 
 _count = count()
-_GATHER_BYTES = 1 << 20
-"""Tensors of this total size or more are gathered by messages, without a packed buffer."""
 
 
 class MpiCommunicator(Communicator):
@@ -148,11 +147,13 @@ class MpiCommunicator(Communicator):
 
     @in_step
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather the shapes, then small tensors by MPI and large tensors by messages."""
+        """Gather the shapes, then the tensors by messages."""
         check_tensor(tensor)
         self.meet(f"all_gather of {name_of(tensor.dtype)}")
         shapes: list[torch.Size] = self._calls.allgather(tensor.shape)
-        gathered = self._gather_flat(flat_of(tensor), [shape.numel() for shape in shapes])
+        numels = [shape.numel() for shape in shapes]
+        gathered = allgather_by_messages(self.wire, flat_of(tensor), numels)
+        self._watch.confirm()
         return [part.view(shape) for part, shape in zip(gathered, shapes, strict=True)]
 
     @in_step
@@ -164,7 +165,9 @@ class MpiCommunicator(Communicator):
         self.meet(call or f"alltoall of {name_of(tensors[0].dtype)}")
         shapes: list[torch.Size] = self._calls.alltoall([tensor.shape for tensor in tensors])
         given = [flat_of(tensor) for tensor in tensors]
-        received = self._exchange_flat(given, [shape.numel() for shape in shapes])
+        received = [torch.empty(shape.numel(), dtype=given[0].dtype) for shape in shapes]
+        pairwise_alltoall_(self.wire, given, received)
+        self._watch.confirm()
         return [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
 
     @in_step
@@ -214,7 +217,7 @@ class MpiCommunicator(Communicator):
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
         """Raise on every rank with the messages of the ranks on which ``ok`` is false."""
-        raise_if_any(self.allgather_object(None if ok else message))
+        raise_if_refused(self, None if ok else message)
 
     @in_step
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
@@ -361,24 +364,6 @@ class MpiCommunicator(Communicator):
         total = pairwise_reduce_scatter(self.wire, values.split(counts), how)
         self._watch.confirm()
         return total
-
-    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        """Return the tensors of all ranks as new tensors of ``numels`` elements."""
-        if sum(numels) * mine.itemsize >= _GATHER_BYTES:
-            return self._exchange_flat([mine] * self.size, numels)
-        packed = torch.empty(sum(numels), dtype=mine.dtype)
-        counts = [numel * mine.itemsize for numel in numels]
-        self._library_bytes += mine.nbytes
-        arguments = bytes_of(mine), [bytes_of(packed)[0], counts, MPI.BYTE]
-        self._calls.run(self._comm.Iallgatherv, *arguments, memory=(mine, packed))
-        return [part.clone() for part in packed.split(numels)]
-
-    def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        """Send ``given[r]`` to rank r; return the received tensors, of ``numels`` elements."""
-        received = [torch.empty(numel, dtype=given[0].dtype) for numel in numels]
-        pairwise_alltoall_(self.wire, given, received)
-        self._watch.confirm()
-        return received
 
     def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
         self._library_bytes += chunk.nbytes

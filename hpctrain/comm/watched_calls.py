@@ -19,6 +19,9 @@ from hpctrain.core.pickles import unpickled
 
 T = TypeVar("T")
 
+Wait = Callable[[Callable[[], object]], object]
+"""Waits until the given function returns true."""
+
 MESSAGE_BYTES = 1 << 30  # largest message: counts of MPI-3 are 32-bit
 
 
@@ -128,42 +131,21 @@ class WatchedCalls:
 
     def allgather(self, value: T) -> list[T]:
         """Return the objects of all ranks, by rank."""
-        if self.size == 1:
-            return [value]
-        mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        sizes = array("q", [0] * self.size)
-        self.run(self._comm.Iallgather, array("q", [len(mine)]), sizes)
-        joined = memoryview(bytearray(sum(sizes)))
-        parts = _cut(joined, sizes)
-        if len(joined) <= MESSAGE_BYTES:
-            self.run(self._comm.Iallgatherv, [mine, MPI.BYTE], [joined, sizes.tolist(), MPI.BYTE])
-        else:
-            parts[self.rank][:] = mine
-            for rank, part in enumerate(parts):
-                for piece in _pieces(part):
-                    self.run(self._comm.Ibcast, [piece, MPI.BYTE], rank)
-        return [unpickled(part) for part in parts]
+        return self._gather(value, None)
 
     def gather(self, value: T, root: int = 0) -> list[T] | None:
         """Return the objects of all ranks, by rank, on rank ``root``; None on other ranks."""
-        mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        sizes = array("q", [0] * self.size)
-        self.run(self._comm.Iallgather, array("q", [len(mine)]), sizes)
-        if self.rank != root:
-            for piece in _pieces(mine):
-                self.run(self._comm.Isend, [piece, MPI.BYTE], root)
-            return None
-        found = []
-        for rank, size in enumerate(sizes):
-            part = mine if rank == root else memoryview(bytearray(size))
-            for piece in _pieces(part) if rank != root else ():
-                self.run(self._comm.Irecv, [piece, MPI.BYTE], rank)
-            found.append(unpickled(part))
-        return found
+        found = self._gather(value, root)
+        return found if self.rank == root else None
+
+    def _gather(self, value: T, root: int | None) -> list[T]:
+        parts = gather_bytes(self._comm, _packed(value), self._watch.wait, root)
+        self._watch.confirm()
+        return [unpickled(part) for part in parts]
 
     def alltoall(self, values: Sequence[T]) -> list[T]:
         """Send ``values[r]`` to rank r; return the received objects, less than 2 GiB in total."""
-        given = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+        given = [_packed(value) for value in values]
         counts = array("i", map(len, given))
         sizes = array("i", [0] * self.size)
         self.run(self._comm.Ialltoall, counts, sizes)
@@ -171,6 +153,78 @@ class WatchedCalls:
         outgoing = [b"".join(given), counts.tolist(), MPI.BYTE]
         self.run(self._comm.Ialltoallv, outgoing, [joined, sizes.tolist(), MPI.BYTE])
         return [unpickled(part) for part in _cut(joined, sizes)]
+
+
+def gather_bytes(
+    comm: MPI.Intracomm, mine: bytes, wait: Wait, root: int | None = None
+) -> list[memoryview]:
+    """Return the bytes of all ranks, by rank. Collective.
+
+    A rank sends log2(N) messages, or one with ``root``. With ``Iallgatherv`` of Open MPI each rank
+    would send a message to each other rank.
+
+    Args:
+        comm: the ranks.
+        mine: bytes of this rank.
+        wait: performs all waits.
+        root: the only rank that receives the bytes, the result of other ranks is empty; None for
+            all ranks.
+
+    Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems"; with ``root``, a binomial tree.
+    """
+    size = comm.size
+    place = 0 if root is None else (comm.rank - root) % size
+    held = [memoryview(mine)]  # of this rank and of the ranks that follow
+    for distance in (1 << k for k in range((size - 1).bit_length())):
+        sent, is_last = list[requests.MpiRequest](), bool(place & distance)
+        if root is None or is_last:
+            sent = _start_sends(comm, held[: size - distance], (comm.rank - distance) % size)
+        if not is_last and (num := min(distance, size - distance - place)) > 0:
+            held += _received(comm, num, (comm.rank + distance) % size, wait)
+        for request in sent:
+            wait(request.Test)
+        if is_last:
+            return []
+    return held[size - comm.rank :] + held[: size - comm.rank]
+
+
+def _start_sends(
+    comm: MPI.Intracomm, parts: Sequence[memoryview], dest: int
+) -> list[requests.MpiRequest]:
+    message = memoryview(b"".join([array("q", map(len, parts)).tobytes(), *parts]))
+    return [
+        requests.start(comm, comm.Isend, [piece, MPI.BYTE], dest) for piece in _pieces(message)
+    ]
+
+
+def _received(comm: MPI.Intracomm, num: int, source: int, wait: Wait) -> list[memoryview]:
+    """Return the ``num`` parts that rank ``source`` sends."""
+    head = num * array("q").itemsize
+    message = _received_piece(comm, source, wait)
+    sizes = array("q", bytes(message[:head]))
+    while len(message) < head + sum(sizes):
+        message += _received_piece(comm, source, wait)
+    return _cut(memoryview(message)[head:], sizes)
+
+
+def _received_piece(comm: MPI.Intracomm, source: int, wait: Wait) -> bytearray:
+    status, found = MPI.Status(), list[MPI.Message]()
+
+    def has_arrived() -> bool:
+        message = comm.Improbe(source, 0, status)
+        if message is not None:
+            found.append(message)
+        return bool(found)
+
+    wait(has_arrived)
+    piece = bytearray(status.Get_count(MPI.BYTE))
+    wait(requests.start(comm, found[0].Irecv, [piece, MPI.BYTE]).Test)
+    return piece
+
+
+def _packed(value: object) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
 def _pickled(value: object) -> list[memoryview]:

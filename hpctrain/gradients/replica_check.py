@@ -1,6 +1,5 @@
 """``check_replicas``, which compares the model between ranks and repairs differences."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import value_hashes
-from hpctrain.comm.agreement import differing
+from hpctrain.comm.agreement import differing, gather_distinct
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core import logs
 from hpctrain.core.errors import ReplicaError
@@ -73,10 +72,10 @@ def require_equal_replicas(
     if optimizer is not None:
         values |= _of_optimizer(model, optimizer)
     mine = value_hashes(values)
-    whole = hashlib.sha256(repr(mine).encode()).hexdigest()[:16]
-    if len(set(comm.allgather_object(whole))) == 1:
+    found_by_rank = gather_distinct(comm.allgather_object, mine, max_sent=comm.size)
+    every = [found for found in found_by_rank if found is not None]
+    if not every:
         return
-    every = comm.allgather_object(mine)
     num_names = len({name for hashes in every for name in hashes})
     differ = differing(every, "not there")
     shown = "; ".join(f"{name} ({found})" for name, found in list(differ.items())[:_MOST_NAMED])

@@ -18,8 +18,10 @@ from hpctrain.gradients.sample_count import (
     peak_of,
 )
 
-_MASK = (1 << 20) - 1
-"""Compared bits of a value; the sum of squares over 8192 ranks is exact in float64."""
+_BITS = 20
+"""Compared bits of a value. Squares are sent in halves of ``_BITS``, so that float64 adds values
+and squares of up to 2^33 ranks exactly."""
+_MASK = (1 << _BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +163,7 @@ _compared_of, _counted_of = attrgetter(*_COMPARED), attrgetter(*_COUNTED)
 _NAMES_COMPARED = [name.rpartition(".")[2] for name in _COMPARED]
 _NAMES_COUNTED = [name.rpartition(".")[2] for name in _COUNTED]
 _NUM_SUMS = 4  # joined ranks, weights, losses times weights, peaks of weights
-_NUM_BEFORE = _NUM_SUMS + 3 * len(_COMPARED)
+_NUM_BEFORE = _NUM_SUMS + 4 * len(_COMPARED)
 NUM_WORDS = _NUM_BEFORE + len(_COUNTED) + NUM_FLAGS
 
 
@@ -178,18 +180,18 @@ def words_of(mine: StepMessage | None) -> list[float]:
     return [*sums, *compared, *map(bool, _counted_of(mine)), *bits_of(mine.header.flags)]
 
 
-def _comparable(value: int | None) -> tuple[int, int, int]:
-    """Return count, value and square; ``_all_equal`` evaluates their sums over ranks."""
+def _comparable(value: int | None) -> tuple[int, int, int, int]:
+    """Return count, value and halves of the square, for ``_all_equal`` of their sums."""
     if value is None:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     value &= _MASK
-    return 1, value, value * value
+    return 1, value, *divmod(value * value, 1 << _BITS)
 
 
 def _all_equal(sums: Sequence[float]) -> bool:
     """Return whether all values are equal: the mean of squares is the square of the mean."""
-    count, total, squares = map(int, sums)
-    return count * squares == total * total
+    count, total, high, low = map(int, sums)
+    return count * ((high << _BITS) + low) == total * total
 
 
 def _common(sums: Sequence[float]) -> int:
@@ -203,7 +205,7 @@ def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
         The agreement, and the message of the first rule that the ranks violate, or ``""``.
     """
     num_active = size - int(sums[0])
-    of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in enumerate(_NAMES_COMPARED)}
+    of = {name: sums[_NUM_SUMS + 4 * i :][:4] for i, name in enumerate(_NAMES_COMPARED)}
     num = dict(zip(_NAMES_COUNTED, map(int, sums[_NUM_BEFORE:]), strict=False))
     agreement = StepAgreement(
         num_active=num_active,

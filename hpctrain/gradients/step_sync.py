@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm.agreement import differing
+from hpctrain.comm.agreement import differing, gather_distinct
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
@@ -145,7 +145,8 @@ class StepSync:
         if is_known and not is_error:
             return
         self._were_reported.add(member)
-        whose = _first_difference(comm.allgather_object(sample(step)))
+        samples = gather_distinct(comm.allgather_object, dict(sample(step)))
+        whose = _first_difference([found or {} for found in samples])
         text = (
             f"replicas must be equal on every rank, but differ before step {step}: {whose}; "
             f"change weights, learning rates and optimizer state identically on all ranks, take "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import raise_if_any, require_equal
+from hpctrain.comm.agreement import raise_if_refused, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.state_fields import Fields, StateFields
@@ -69,7 +69,7 @@ class Federated:
             MismatchError: ranks have different options; on every rank.
         """
         refusal = self._refusal()
-        raise_if_any(comm.allgather_object(refusal), ConfigError)
+        raise_if_refused(comm, refusal, ConfigError)
         fraction, seed, proximal = float(self.fraction), int(self.seed), float(self.proximal)
         lines = [f"{method} state={self.state} {fraction=} {seed=} {proximal=}"]
         what = "method, state, fraction, seed and proximal"

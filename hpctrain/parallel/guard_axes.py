@@ -1,12 +1,13 @@
 """Groups of ranks along which a guard compares, and the collectives over a group."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm.agreement import differing
+from hpctrain.comm.agreement import differing, gather_distinct
 from hpctrain.parallel.guard_facts import Named
 
 
@@ -65,6 +66,8 @@ def difference(mine: Mapping[str, str], axis: Axis) -> str:
     """Return the first name whose texts differ between ranks, with texts and ranks, or ""."""
     of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
     ranks = dist.get_process_group_ranks(axis.group)
-    for rank, found in zip(ranks, gathered(mine, axis), strict=True):
-        of_ranks[rank] = found
+    for rank, found in zip(
+        ranks, gather_distinct(partial(gathered, axis=axis), mine), strict=False
+    ):
+        of_ranks[rank] = found or {}
     return next((f"{name} ({seen})" for name, seen in differing(of_ranks).items()), "")

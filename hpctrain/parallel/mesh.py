@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
+from hpctrain.comm.agreement import agreed, raise_if_refused, require_equal
 from hpctrain.core.errors import ConfigError, TopologyError
 from hpctrain.core.torch_compat import flattened, forget_earlier_meshes, unflattened
 from hpctrain.core.units import format_numbers
@@ -121,7 +121,7 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
             f"every node must have the same number of consecutive ranks of the axis for HSDP, got "
             f"{sizes}; shard over the whole axis, or change the mesh"
         )
-    raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
+    raise_if_refused(world.current().comm, refusal, TopologyError)
     parts = {"replicate": len(runs), "shard": runs[0]}
     return unflattened(axis, tuple(parts.values()), tuple(parts))
 

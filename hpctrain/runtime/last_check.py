@@ -10,9 +10,9 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hpctrain.comm.agreement import differing
+from hpctrain.comm.agreement import differing, gather_distinct
 from hpctrain.comm.owner import Owner
 from hpctrain.core import logs
 from hpctrain.core.python_compat import collection
@@ -134,9 +134,14 @@ def _difference(
 
     The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
     missing on some rank is skipped. Costs one small message per rank if all states are equal.
+    Otherwise one rank sends each different state, and at most a few states are sent.
     """
     digests = {one: hashlib.sha256(_packed(left)).hexdigest()[:16] for one, left in mine.items()}
-    received = [json.loads(text) for text in gather(_packed([is_strict, digests]))]
+
+    def exchange(value: object) -> list[Any]:
+        return [json.loads(text) for text in gather(_packed(value))]
+
+    received = exchange([is_strict, digests])
     is_error, by_rank = any(strict for strict, _ in received), [digests for _, digests in received]
     optimizers = sorted({one for digests in by_rank for one in digests})
     suspects = [o for o in optimizers if len({digests.get(o) for digests in by_rank} - {None}) > 1]
@@ -146,9 +151,11 @@ def _difference(
         if stream is not None:
             stream.flush()
     own = {one: left for one, left in mine.items() if one in suspects}
-    every = [json.loads(text) for text in gather(_packed(own))]
-    different = (_differing([of_rank.get(one) for of_rank in every]) for one in suspects)
-    found = next(filter(None, different), {})
+    every = gather_distinct(exchange, own)
+    found: dict[str, str] = {}
+    for one in suspects:
+        having = {rank for rank, digests in enumerate(by_rank) if one in digests}
+        found = found or _differing([(states or {}).get(one) for states in every], having)
     if not found:
         return "", is_error
     name, which = next(iter(found.items()))
@@ -161,13 +168,17 @@ def _difference(
     return fault, is_error
 
 
-def _differing(of_ranks: Sequence[Left | None]) -> dict[str, str]:
-    """Return the differing values of one optimizer by name, with the ranks of each value."""
-    having = {rank: left for rank, left in enumerate(of_ranks) if left is not None}
-    members, _ = next(iter(having.values()))
-    if set(having) != set(members):
+def _differing(of_ranks: Sequence[Left | None], having: set[int]) -> dict[str, str]:
+    """Return the differing values of one optimizer by name, with the ranks of each value.
+
+    Args:
+        of_ranks: states by rank; None for a state that was not sent.
+        having: ranks that have a state.
+    """
+    sent = [left for left in of_ranks if left]
+    if not sent or set(sent[0][0]) != having:
         return {}
-    common = set.intersection(*(set(values) for _, values in having.values()))
+    common = set.intersection(*(set(values) for _, values in sent))
     return differing(
         [{n: v for n, v in (left[1] if left else {}).items() if n in common} for left in of_ranks]
     )

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.env import STOPPED, STOPPING, asked_by, run_directory
-from hpctrain.comm.agreement import raise_if_any
+from hpctrain.comm.agreement import is_any, raise_if_any
 from hpctrain.core.errors import CommError, LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.python_compat import Self
@@ -248,22 +248,13 @@ class CommonStop:
                 fault = _NOT_IN_MAIN.format(threading.current_thread().name)
         if not self._is_over:
             reason = "" if self._requests is None else self._requests.reason
-            if self._is_any(is_mine=bool(reason or fault)):
+            if is_any(self._comm, mine=bool(reason or fault)):
                 reasons, faults = zip(*self._comm.allgather_object((reason, fault)), strict=True)
                 raise_if_any([text or None for text in faults], CommError)
                 self._is_over = True
                 if self._comm.rank == 0:
                     self._log_stop(", ".join(sorted({*reasons} - {""})))
         return self._is_over
-
-    def _is_any(self, *, is_mine: bool) -> bool:
-        import torch  # noqa: PLC0415 - slow, and a launcher needs no torch
-
-        from hpctrain.comm.ops import Op  # noqa: PLC0415 - it needs torch
-
-        flag = torch.tensor(int(is_mine), dtype=torch.int32)
-        self._comm.allreduce_(flag, op=Op.MAX).wait()
-        return bool(flag.item())
 
     def close(self) -> None:
         """Restore the previous signal handlers."""

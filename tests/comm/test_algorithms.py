@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.rail.algorithms import ALGORITHMS
+from hpctrain.comm.rail.algorithms import ALGORITHMS, RING_BYTES, allgather_by_messages
 from hpctrain.comm.rail.rail import MpiWire
 from hpctrain.cost.schedules import SCHEDULES
 from tests.comm.fuzz_values import FLOATS, FUNCTIONS, ops_of
@@ -173,3 +173,22 @@ def test_doubling_sends_one_message_per_rank_and_power_of_two(size):
 
     counts, _ = run_ranks(size, work, eager=False)
     assert counts == [math.log2(size)] * size
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=("eager", "rendezvous"))
+@pytest.mark.parametrize("mean_numel", [3, RING_BYTES // 4], ids=("small", "large"))
+@pytest.mark.parametrize("size", [1, *MANY])
+def test_tensors_of_any_sizes_are_gathered_by_few_messages(size, mean_numel, eager):
+    numels = [2 * mean_numel * (rank % 3) for rank in range(1, size + 1)]
+
+    def work(wire):
+        gathered = allgather_by_messages(
+            wire, random_numbers(wire.rank, numels[wire.rank]), numels
+        )
+        return [raw(tensor) for tensor in gathered]
+
+    by_rank, wires = run_ranks(size, work, eager=eager)
+    expected = [raw(random_numbers(rank, numel)) for rank, numel in enumerate(numels)]
+    assert all(gathered == expected for gathered in by_rank)
+    if mean_numel == 3:
+        assert {wire.num_messages for wire in wires} == {math.ceil(math.log2(size))}

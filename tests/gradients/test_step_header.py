@@ -1,14 +1,23 @@
 """Check the words of the header message of a step."""
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 
-from hpctrain.gradients.step_header import NUM_WORDS, StepMessage, agreement_of, words_of
+from hpctrain.gradients.step_header import (
+    NUM_WORDS,
+    StepMessage,
+    WeightFacts,
+    agreement_of,
+    words_of,
+)
 
 pytestmark = pytest.mark.ranks(1)
 
-VALUES = {int: 3, float: 0.5, bool: True, str: "layer.weight", int | None: 3}
+NUMBER = (1 << 19) + 3  # both halves of its square are sent
+VALUES = {int: NUMBER, float: 0.5, bool: True, str: "layer.weight", int | None: NUMBER}
 BY_SUMS = {"weight", "loss"}  # both fields use one word: the loss is weighted
 
 
@@ -46,7 +55,24 @@ def test_agreement_contains_exactly_the_reports_of_all_ranks(size):
         found = agreement._asdict() | agreement.sharded._asdict()
         for fact in ("outdated", "new_sparse", *agreement.sharded._fields):
             assert found[fact] == (fact == name)
-        for number in ("member", "step", "flags"):
-            assert found[number] == (3 if number == name else 0)
+        for number in ("member", "step"):
+            assert found[number] == (NUMBER if number == name else 0)
+        assert found["flags"] == (3 if name == "flags" else 0)
         assert found["changed_equally"] == (name == "program_changes")
         assert found["num_active"] == size
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values_of_up_to_a_million_ranks_are_compared_exactly(seed):
+    source = random.Random(seed)
+    num = source.choice([1, 1, 2, 3])
+    values = source.sample([2**20 - 1 - source.randrange(9), *range(5), 2**19, 999_983], num)
+    size = source.choice([3, 9999, 16_383, 2**20, source.randrange(3, 2**20)])
+    rare = [source.choice([1, size // num]) for _ in values[1:]]
+    counts = [size - sum(rare), *rare]
+    rows = [words_of(StepMessage(weights=WeightFacts(weights=value))) for value in values]
+    # In order of the ranks, each partial sum is rounded to float64, as in a reduction.
+    sums = [np.repeat(word, counts).cumsum()[-1] for word in np.array(rows).T]
+    agreement, _ = agreement_of(sums, size)
+    assert agreement.num_active == size
+    assert agreement.weights.differ == (num > 1)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import cycle, islice, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +192,40 @@ def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequenc
     for step in range(1, wire.size):
         dest, source = (wire.rank + step) % wire.size, (wire.rank - step) % wire.size
         wire.exchange(outgoing[dest], dest, incoming[source], source)
+
+
+RING_BYTES = 64 * KIB
+"""From this mean size, tensors are gathered without packing, since latency matters little."""
+
+
+def allgather_by_messages(wire: Wire, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
+    """Return the flat, contiguous tensors of all ranks, by rank, as new tensors. Collective.
+
+    ``numels`` are their numbers of elements. Small tensors need log2(N) messages per rank, of
+    several tensors each; large tensors are passed around a ring.
+
+    Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems".
+    """
+    rank, size = wire.rank, wire.size
+    if sum(numels) * mine.itemsize >= RING_BYTES * size:
+        gathered = [mine.new_empty(numel) for numel in numels]
+        gathered[rank].copy_(mine)
+        for step in range(size - 1):
+            outgoing, incoming = gathered[rank - step], gathered[rank - step - 1]
+            wire.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size)
+        return gathered
+    order = [*range(rank, size), *range(rank)]
+    bounds = [*accumulate((numels[r] for r in order), initial=0)]
+    packed, held = mine.new_empty(bounds[-1]), 1
+    packed[: mine.numel()] = mine
+    while held < size:
+        num = min(held, size - held)
+        incoming = packed[bounds[held] : bounds[held + num]]
+        wire.exchange(packed[: bounds[num]], order[-held], incoming, order[held])
+        held += num
+    parts = [packed[start:stop].clone() for start, stop in pairwise(bounds)]
+    return parts[size - rank :] + parts[: size - rank]
 
 
 def pairwise_reduce_scatter(

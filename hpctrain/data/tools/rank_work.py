@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import agreed, is_any
 from hpctrain.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,5 +61,5 @@ def in_turns(comm: "Communicator", pieces: Iterable[T], work: Callable[[T], obje
                     break
             else:
                 is_done = True
-        if all(comm.allgather_object(is_done)):
+        if not is_any(comm, mine=not is_done):
             return
