@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -285,21 +286,25 @@ def divide(
     cuts = [sum(sizes.values()) * rank // num_ranks for rank in range(num_ranks + 1)]
     divided, start = {}, 0
     for path, num_bytes in sizes.items():
-        around = [min(max(cut - start, 0), num_bytes) for cut in cuts]
-        divided[path] = _cut(tensors[path][1], num_bytes, around)
+        first, last = 0, 1  # an empty tensor is written by rank 0
+        if num_bytes:
+            first = bisect_right(cuts, start) - 1
+            last = bisect_left(cuts, start + num_bytes, lo=first + 1)
+        around = [min(max(cut - start, 0), num_bytes) for cut in cuts[first : last + 1]]
+        divided[path] = _cut(tensors[path][1], num_bytes, around, first)
         start += num_bytes
     return divided
 
 
-def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
+def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int], first_rank: int) -> Parts:
     shares = [stop - start for start, stop in pairwise(cuts)]
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
     if num_bytes < WHOLE_BYTES or dim is None:
-        return {shares.index(max(shares)): Shard.whole(shape)}
+        return {first_rank + shares.index(max(shares)): Shard.whole(shape)}
     row_bytes = num_bytes // shape[dim]
     rows = [round(cut / row_bytes) for cut in cuts]
     parts = {}
-    for rank, (first, last) in enumerate(pairwise(rows)):
+    for rank, (first, last) in enumerate(pairwise(rows), first_rank):
         if first < last:
             offset = tuple(first if at == dim else 0 for at in range(len(shape)))
             size = (*shape[:dim], last - first, *shape[dim + 1 :])
