@@ -392,6 +392,7 @@ def _manifest(
                 for name, spec in own.items()
             }
             for rank, (_, own) in enumerate(written)
+            if own
         },
     )
 

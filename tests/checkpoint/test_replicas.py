@@ -25,7 +25,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool,
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Let small tensors have many blocks, and split them."""
-    for module in ("format.tensor_file", "format.manifest", "loading"):
+    for module in ("format.tensor_file", "format.manifest", "loading", "block_reader"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mpi4py import MPI
 from safetensors.torch import load_file
 
 from hpctrain.checkpoint import saving
@@ -15,20 +16,22 @@ from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.loading import check, load
 from hpctrain.checkpoint.saving import save
-from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind, same
+from tests.comm.conftest import PATHS, SAME, connected
 from tests.full_disk import largest_file
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 ROWS, COLS = 50, 40
 
 
-@pytest.fixture
-def comm(world):
-    comm = MpiCommunicator(world)
-    yield comm
-    comm.close()
+KINDS = [kind for kind in ("flat MPI", "one node", "nodes of two") if kind not in SAME]
+
+
+@pytest.fixture(params=KINDS[:1] if MPI.COMM_WORLD.size == 1 else KINDS)
+def comm(request):
+    with connected(PATHS[request.param]) as made:
+        yield made.comm
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def folder(world, tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Let small tensors have many blocks, and split them."""
-    for module in ("format.tensor_file", "format.manifest", "loading"):
+    for module in ("format.tensor_file", "format.manifest", "loading", "block_reader"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
 

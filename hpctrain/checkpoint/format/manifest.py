@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class CheckpointManifest:
     skeleton: Any
     tensors: dict[str, Record]
     """Tensors of the state, by path, which is also their name in the files."""
-    private: dict[int, dict[str, Record]]  # tensors of each rank, by name in its file
+    private: Mapping[int, dict[str, Record]]
+    """Tensors of each rank that has private values, by name in its file."""
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +87,7 @@ class CheckpointManifest:
             raise damaged(path, "its first line is not the first line of a manifest")
         if crc32(data[first.end() :]) != int(first[1], 16):
             raise damaged(path, "its crc32 is wrong")
-        try:
+        with _valid(path):
             given = json.loads(data)
             version = given["version"]
             if given["format"] != _FORMAT or type(version) is not int:
@@ -95,10 +97,8 @@ class CheckpointManifest:
                     f"checkpoint {directory} has version {version}, but this hpctrain reads "
                     f"versions up to {VERSION}; use a newer hpctrain"
                 )
-            found = _manifest(given)
+            found = _manifest(given, path)
             require_named(directory, found.step)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise damaged(path, f"{type(error).__name__} {error}") from error
         return found
 
     def to_bytes(self) -> bytes:
@@ -192,15 +192,10 @@ def _record_in_json(record: Record) -> dict[str, Any]:
     return {"dtype": record.dtype, "shape": record.shape, "parts": parts}
 
 
-def _manifest(given: Any) -> CheckpointManifest:
+def _manifest(given: Any, path: Path) -> CheckpointManifest:
     world = _natural(given["world"])
     if world < 1:
         raise ValueError("the number of ranks that wrote the checkpoint is 0")
-    private = {int(rank): _records(records, world) for rank, records in given["private"].items()}
-    for rank, records in private.items():
-        for name, record in records.items():
-            if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
-                raise ValueError(f"{name} is not a private value of rank {rank}")
     tensors = _records(given["tensors"], world)
     if foreign := [path for path in tensors if path.startswith(PRIVATE)]:
         raise ValueError(f"{foreign[0]} is not the path of a tensor")
@@ -212,8 +207,44 @@ def _manifest(given: Any) -> CheckpointManifest:
         facts=given["facts"],
         skeleton=given["skeleton"],
         tensors=tensors,
-        private=private,
+        private=_PrivateRecords(given["private"], world, path),
     )
+
+
+class _PrivateRecords(Mapping[int, dict[str, Record]]):
+    """Private tensors of the ranks, parsed when they are used: a rank needs its own only.
+
+    Raises ``CheckpointError``: the records of a rank are not valid.
+    """
+
+    def __init__(self, given: Mapping[str, Any], world: int, path: Path) -> None:
+        of_ranks = {int(rank): records for rank, records in given.items()}
+        self._given = {rank: records for rank, records in of_ranks.items() if PRIVATE in records}
+        self._world, self._path = world, path
+
+    def __getitem__(self, rank: int) -> dict[str, Record]:
+        given = self._given[rank]
+        with _valid(self._path):
+            records = _records(given, self._world)
+            for name, record in records.items():
+                if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
+                    raise ValueError(f"{name} is not a private value of rank {rank}")
+        return records
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+@contextmanager
+def _valid(path: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` if the block finds that the manifest at ``path`` is not valid."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"{type(error).__name__} {error}") from error
 
 
 def _records(given: Mapping[str, Any], world: int) -> dict[str, Record]:
