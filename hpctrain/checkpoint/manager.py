@@ -57,8 +57,8 @@ class Manager:
     """Saves checkpoints in the background and finds the one to resume from.
 
     The training thread copies the share of this rank to memory that later saves reuse, and
-    computes checksums. A second thread with a separate communicator writes the copy and removes
-    expendable checkpoints. A save waits until the previous save is complete.
+    computes checksums. A second thread with a separate communicator writes the copy; a third, on
+    rank 0, removes expendable checkpoints. A save waits until the previous save is complete.
 
     A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
     error on every rank, with the step of the failed save; training may continue, and save again.
@@ -253,11 +253,13 @@ class Manager:
         return self._figures
 
     def close(self) -> None:
-        """Wait for the save in flight, and end the thread. Collective; idempotent.
+        """Wait for the save in flight and for removals, end the thread. Collective; idempotent.
 
         Raises:
             CheckpointError: the last save failed; on every rank.
         """
+        self._writer.settle()
+        self._shelf.finish()
         try:
             self.wait()
         finally:
@@ -291,7 +293,7 @@ class Manager:
         stall_s: float | None,
         damaged: set[int],
     ) -> Figures:
-        """Write a checkpoint, then remove expendable checkpoints. Collective; background job."""
+        """Write a checkpoint, then rename expendable checkpoints. Collective; background job."""
         began = time.monotonic()
 
         def take() -> saving.SaveSource:
