@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hpctrain.checkpoint.format import shard as module
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece, fault_of_cover
 from hpctrain.checkpoint.saving import WHOLE_BYTES, divide
 from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.operations import slope
 
 SHAPES = [(), (5,), (0, 3), (4, 3), (2, 3, 4)]
 
@@ -166,31 +166,6 @@ def test_cover_by_more_dimensions_than_parts_is_judged_in_time():
     assert fault_of_cover(shape, parts) is None
     parts[3] = Shard(shape, [0] * 40, parts[3].shape)
     assert "overlap" in fault_of_cover(shape, parts)
-
-
-def num_operations(function, *args):
-    """Return the number of bytecodes that a call executes."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function(*args)
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def slope(function, of_size, size):
-    """Return the slope of the operations over the size, on logarithmic axes."""
-    counts = [num_operations(function, *of_size(number)) for number in (size, 2 * size)]
-    return math.log2(counts[1] / counts[0])
 
 
 def test_operations_of_a_division_grow_with_tensors_and_ranks_not_with_their_product():
