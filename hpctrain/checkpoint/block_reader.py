@@ -141,19 +141,20 @@ class _Source:
     def __init__(self, directory: Path, stored: Sequence[StoredTensor], stack: ExitStack) -> None:
         self.what = f"read checkpoint {directory}"
         self._directory, self._stored, self._stack = directory, stored, stack
-        self._rank: int | None = None  # rank that wrote the open file
+        self._open: int | None = None  # first rank of the open file
 
     def read(self, block: _Block, memory: memoryview) -> None:
         """Fill ``memory`` with a block, and compare its checksum."""
         one = self._stored[block.part]
-        if self._rank != one.part.rank:
+        if self._open != one.part.file:
             self._stack.close()
-            self._rank = None
-            path = self._directory / file_name(one.part.rank)
+            self._open = None
+            path = self._directory / file_name(one.part.file)
             self._file = self._stack.enter_context(opened(path))
-            self._rank = one.part.rank
-        self._file.check(one.name, one.dtype, one.part.shard.shape)
-        self._file.read_into(one.name, block.start, memory, one.part.crcs)
+            self._open = one.part.file
+        entry = one.part.entry(one.name)
+        self._file.check(entry, one.dtype, one.part.shard.shape)
+        self._file.read_into(entry, block.start, memory, one.part.crcs)
 
 
 class _Sink(NamedTuple):

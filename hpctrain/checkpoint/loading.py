@@ -110,8 +110,8 @@ def check(directory: Path | str) -> list[str]:
         return [str(error)]
     stored = _by_file([(records, {}) for records in (manifest.tensors, *privates)])
     checks: list[Callable[[], object]] = [
-        partial(_check_file, directory / file_name(rank), list(parts))
-        for rank, parts in groupby(stored, lambda one: one.part.rank)
+        partial(_check_file, directory / file_name(file), list(parts))
+        for file, parts in groupby(stored, lambda one: one.part.file)
     ]
     # A state may be invalid although all files are intact.
     checks.append(
@@ -220,7 +220,7 @@ def _by_file(
         for name, record in records.items()
         for part in record.parts
     )
-    return sorted(stored, key=lambda one: (one.part.rank < first, one.part.rank))
+    return sorted(stored, key=lambda one: (one.part.file < first, one.part.file))
 
 
 def _assembled(
@@ -245,7 +245,8 @@ def _assembled(
 def _check_file(path: Path, stored: Sequence[StoredTensor]) -> None:
     with opened(path) as file:
         for one in stored:
-            file.check(one.name, one.dtype, one.part.shard.shape)
+            entry = one.part.entry(one.name)
+            file.check(entry, one.dtype, one.part.shard.shape)
             memory = memoryview(bytearray(min(one.num_bytes, BLOCK_BYTES)))
             for start in range(0, one.num_bytes, BLOCK_BYTES):
-                file.read_into(one.name, start, memory[: one.num_bytes - start], one.part.crcs)
+                file.read_into(entry, start, memory[: one.num_bytes - start], one.part.crcs)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hpctrain.checkpoint.checkpoint_config import Files
+from hpctrain.checkpoint.file_share import FileShare
 from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import (
     NAME,
@@ -25,7 +27,6 @@ from hpctrain.checkpoint.format.manifest import (
     Record,
     StoredPart,
     dumps,
-    file_name,
     require_named,
 )
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
@@ -38,11 +39,14 @@ from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, appear, make_folder, sync
+from hpctrain.core.checks import checked
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
 
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
+
+_REMEDY = "pass values that differ between ranks as private"
 
 WHOLE_BYTES = MIB  # smaller tensors are not divided
 
@@ -80,11 +84,12 @@ class SaveSource:
 
 
 class _Written(NamedTuple):
-    """What the manifest contains about the file of one rank."""
+    """What the manifest contains about the tensors of one rank."""
 
     crcs: dict[str, list[int]]  # checksums of the blocks of each tensor
     private: dict[str, _Spec]  # its private tensors
     copies: dict[str, int]  # checksums of its pieces that other ranks hold, too
+    file: int  # first rank of its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
     facts: Mapping[str, Any] | None = None,
     guard: Callable[[], None] | None = None,
     source_rank: int | None = None,
+    files: Files = "node",
 ) -> Saved:
     """Write a checkpoint to disk atomically: a failed save leaves ``directory`` unchanged.
 
@@ -139,6 +145,7 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
         source_rank: write the plain values and tensors of this rank only. If this
             rank and other ranks hold the same piece, the copy of ``source_rank`` is written. The
             other ranks write all other pieces.
+        files: one file per node, or per rank. Ranks without node memory write one file each.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
@@ -146,7 +153,9 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
             written; on every rank, and an older checkpoint is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
-    options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
+    options = SaveOptions(
+        step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank, files=files
+    )
     return write(directory, take, comm, options)
 
 
@@ -158,6 +167,7 @@ class SaveOptions:
     facts: dict[str, Any]
     guard: Callable[[], None] | None
     source_rank: int | None
+    files: str
 
 
 def write(
@@ -174,12 +184,17 @@ def write(
         directory = absolute(directory)
         require_named(directory, step)
         check_source(source_rank, comm.size)
+        checked("files", options.files, Files, CheckpointError)
         source = take()
         contents = _contents(source, options.facts, is_compared=source_rank is None)
-    call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    remedy = "pass values that differ between ranks as private"
+    call = [
+        f"directory {directory}",
+        f"step {step}",
+        f"source_rank {source_rank}",
+        f"files {options.files}",
+    ]
     with mismatches():
-        require_equal(comm, call + contents.common, "the state of a checkpoint", remedy)
+        require_equal(comm, call + contents.common, "the state of a checkpoint", _REMEDY)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
     if source_rank is not None:
         tree = comm.broadcast_object(tree, root=source_rank)
@@ -187,18 +202,18 @@ def write(
     parts = _parts(tree[1], contents.pieces, comm.size, source_rank)
     room = on_root(comm, explained(what)(partial(_make_room, directory, guard)), CheckpointError)
     try:
+        share = _share(contents, parts, pieces.written, comm.rank)
+        file = FileShare.of(comm, options.files, share)
         with agreed(comm, CheckpointError), explained(what):
-            share = {**_share(contents, parts, pieces.written, comm.rank), **contents.own}
-            crcs = tensor_file.write(room / file_name(comm.rank), share)
+            crcs = file.write(room, share)
             written = time.perf_counter()
-            found = {path: checksum.value for path, checksum in source.checksums.items()}
             copies = {path: crc_of(contents.piece(path)) for path in pieces.compared}
             compare_s = source.compare_s + time.perf_counter() - written
         exchanged = time.perf_counter()
-        require_same(comm, found)
+        require_same(comm, {path: one.value for path, one in source.checksums.items()})
         compare_s += time.perf_counter() - exchanged
-        specs = {name: _spec(tensor) for name, tensor in contents.own.items()}
-        written_by = comm.gather_object(_Written(crcs, specs, copies))
+        own = {name: _spec(tensor) for name, tensor in contents.own.items()}
+        written_by = comm.gather_object(_Written(crcs, own, copies, file.first_rank))
         make = partial(_manifest, tree, parts, pieces, written_by, step, options.facts)
         publish = partial(_publish, make, room, directory, guard)
         num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
@@ -327,7 +342,7 @@ def _share(
     for path, of_ranks in parts.items():
         if rank in of_ranks and isinstance(leaf := contents.leaves[path], Tensor):
             share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(of_ranks[rank])]
-    return share
+    return {**share, **contents.own}
 
 
 def _manifest(
@@ -345,14 +360,16 @@ def _manifest(
 
     def record(name: str, spec: _Spec, of_ranks: Parts) -> Record:
         stored = (
-            StoredPart(rank, part, tuple(written[rank].crcs[name]))
+            StoredPart(rank, part, tuple(written[rank].crcs[name]), written[rank].file)
             for rank, part in of_ranks.items()
         )
         return Record(*spec, tuple(stored))
 
+    files = tuple(of_rank.file for of_rank in written)
     return CheckpointManifest(
         step=step,
         world=len(written),
+        files=() if files == tuple(range(len(written))) else files,
         facts=facts,
         skeleton=skeleton,
         tensors={
