@@ -5,6 +5,8 @@ from typing import ClassVar, Literal
 
 from hpctrain.core.checks import CheckedFields, Count, Number, Time, require
 
+Files = Literal["node", "rank"]  # who shares a file of a checkpoint
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig(CheckedFields):
@@ -23,6 +25,8 @@ class CheckpointConfig(CheckedFields):
     """Mean time between failures of the whole job, such as "20h"; needed by every = auto."""
     background: bool = True
     """Write checkpoints in the background; if false, training waits for them."""
+    files: Files = "node"
+    """Write one file per node, or one per rank."""
     resume: Literal["never", "auto"] = "never"
     """auto resumes the run in output_dir if there is one, as --resume does."""
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
+from threading import Thread
 from typing import TypeVar
 
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, name_of, step_of
@@ -62,6 +64,7 @@ class CheckpointDirectory:
         self.root = root
         self._known: dict[int, Kept] = {}
         self._reported: set[str] = set()
+        self._removal: Thread | None = None
 
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint after ``step`` steps."""
@@ -105,11 +108,12 @@ class CheckpointDirectory:
         """Remove expendable checkpoints after ``newest`` was written; log failures.
 
         A checkpoint is renamed before it is removed, so a kill or a power failure leaves a
-        leftover for the next call and not a damaged checkpoint. Checkpoints of later steps,
-        written before a resume, are renamed, because a restart would load them. ``damaged`` steps
-        are not counted in ``keep``.
+        leftover for the next call and not a damaged checkpoint. A thread removes the files, so
+        that the caller does not wait for them. Checkpoints of later steps, written before a
+        resume, are renamed, because a restart would load them. ``damaged`` steps are not counted
+        in ``keep``.
         """
-        self._sweep()
+        self.finish()
         steps = self._try(self.steps) or []
         for step in steps:
             if step > newest:
@@ -119,17 +123,25 @@ class CheckpointDirectory:
         for step in going:
             self._known.pop(step, None)
             # Nothing reads this name, so an interrupted removal leaves no damaged checkpoint.
-            gone = self.root / f"{name_of(step)}.gone{PART}"
+            gone = self.root / f"{name_of(step)}.gone.{token_hex(4)}{PART}"
             self._try(partial(self.path(step).rename, gone))
         if going or len(present) < len(steps):
             self._try(partial(sync, self.root))
-        self._sweep()
+        # Listed now, since the next save writes to such a directory.
+        names = [name for name in self._try(self._names) or [] if name.startswith("step-")]
+        leftovers = [self.root / name for name in names if name.endswith(PART)]
+        self._removal = Thread(target=self._remove, args=(leftovers,), daemon=True)
+        self._removal.start()
 
-    def _sweep(self) -> None:
-        """Remove leftovers of killed writers and interrupted removals."""
-        for name in self._try(self._names) or []:
-            if name.startswith("step-") and name.endswith(PART):
-                self._try(partial(shutil.rmtree, self.root / name))
+    def finish(self) -> None:
+        """Wait until the files of removed checkpoints are removed."""
+        if self._removal is not None:
+            self._removal.join()
+
+    def _remove(self, leftovers: Iterable[Path]) -> None:
+        """Remove directories of killed writers and of removed checkpoints."""
+        for path in leftovers:
+            self._try(partial(shutil.rmtree, path))
 
     def _try(self, action: Callable[[], T]) -> T | None:
         try:

@@ -70,7 +70,7 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
     private = [record for own in found.private.values() for record in own.values()]
     records = [*found.tensors.values(), *private]
     parts = [part for record in found.tensors.values() for part in record.parts]
-    files = sorted({manifest.file_name(part.rank) for each in records for part in each.parts})
+    files = sorted({manifest.file_name(part.file) for each in records for part in each.parts})
     written = datetime.fromtimestamp((directory / manifest.NAME).stat().st_mtime, timezone.utc)
     return {
         "directory": str(directory),

@@ -1,39 +1,35 @@
 """Read a checkpoint on any number of ranks: check every byte, and execute no stored code."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.checkpoint import block_reader
+from hpctrain.checkpoint.block_reader import StoredTensor
 from hpctrain.checkpoint.format.manifest import (
     PRIVATE,
     CheckpointManifest,
     Record,
-    StoredPart,
     file_name,
     read_bytes,
 )
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_tree import unflatten
-from hpctrain.checkpoint.format.tensor_file import (
-    BLOCK_BYTES,
-    DTYPES,
-    TensorFile,
-    opened,
-)
+from hpctrain.checkpoint.format.tensor_file import BLOCK_BYTES, DTYPES, opened
 from hpctrain.checkpoint.refusal import explained, printable
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import host_bytes
+from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
-
-_Stored = tuple[str, str, StoredPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,8 @@ def load(
     """Read a checkpoint that any number of ranks wrote.
 
     Collective. Every rank gets the whole state with tensors on the CPU, except that it gets only
-    a part of each tensor in ``into``. Each rank checks the checksums of the blocks that it reads.
+    a part of each tensor in ``into``. The ranks of a node divide the blocks that any of them
+    needs; each block is read and checked once per node.
 
     Args:
         directory: directory of the checkpoint.
@@ -65,15 +62,39 @@ def load(
             tensor of ``into``; on every rank.
     """
     what = f"read checkpoint {directory}"
-    read = explained(what)(lambda: read_bytes(absolute(directory)))
-    data = on_root(comm, read, CheckpointError)
+    data = _manifest_bytes(directory, comm)
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
         manifest = CheckpointManifest.parse(data, directory)
-        state = _read_state(manifest, directory, into or {}, comm.rank)
-        private = Privates(directory, manifest)
-        private.get(comm.rank)
-    return Loaded(state, private, manifest.facts, manifest.step)
+        _check_wanted(directory, manifest, into or {})
+        pieces = _empty(manifest.tensors, into or {})
+        groups = [(manifest.tensors, pieces)]
+        privates = {rank: manifest.private.get(rank, {}) for rank in comm.node_ranks}
+        own = _empty(privates[comm.rank])
+        groups += [(of, own if rank == comm.rank else {}) for rank, of in privates.items()]
+        # Nodes begin with different files, to spread the load.
+        stored = _by_file(groups, first=comm.node_ranks[0] % manifest.world)
+    with agreed(comm, CheckpointError), explained(what):
+        start_on(comm, block_reader.read, directory, stored, comm.node).wait()
+        leaves = {**_tensors(pieces), **{path: pieces[path] for path in into or ()}}
+        state = _assembled(directory, manifest.skeleton, leaves)
+        mine = {comm.rank: _private_tree(directory, _tensors(own))} if own else {}
+    return Loaded(state, Privates(directory, manifest, mine), manifest.facts, manifest.step)
+
+
+def read_manifest(directory: Path | str, comm: Communicator) -> CheckpointManifest:
+    """Read the manifest of a checkpoint on rank 0, and return it on every rank. Collective.
+
+    Raises ``CheckpointError`` on every rank, as ``CheckpointManifest.read`` does.
+    """
+    data = _manifest_bytes(directory, comm)
+    with agreed(comm, CheckpointError):
+        return CheckpointManifest.parse(data, directory)
+
+
+def _manifest_bytes(directory: Path | str, comm: Communicator) -> bytes:
+    read = explained(f"read checkpoint {directory}")(lambda: read_bytes(absolute(directory)))
+    return on_root(comm, read, CheckpointError)
 
 
 def check(directory: Path | str) -> list[str]:
@@ -84,22 +105,19 @@ def check(directory: Path | str) -> list[str]:
     directory = Path(directory)
     try:
         manifest = CheckpointManifest.read(directory)
+        privates = [*manifest.private.values()]
     except CheckpointError as error:
         return [str(error)]
-    everything = [manifest.tensors, *manifest.private.values()]
+    stored = _by_file([(records, {}) for records in (manifest.tensors, *privates)])
     checks: list[Callable[[], object]] = [
-        partial(_check_file, directory / file_name(rank), parts)
-        for rank, parts in sorted(_by_rank(everything).items())
+        partial(_check_file, directory / file_name(file), list(parts))
+        for file, parts in groupby(stored, lambda one: one.part.file)
     ]
     # A state may be invalid although all files are intact.
     checks.append(
         partial(_assembled, directory, manifest.skeleton, dict.fromkeys(manifest.tensors))
     )
-    checks += [
-        partial(_private_tree, directory, of, dict.fromkeys(of))
-        for of in manifest.private.values()
-        if PRIVATE in of
-    ]
+    checks += [partial(_check_private, directory, of) for of in privates]
     faults = []
     for action in checks:
         try:
@@ -113,10 +131,12 @@ def check(directory: Path | str) -> list[str]:
 class Privates(Mapping[int, Any]):
     """Mapping from each rank of the save to its private values, which are read on demand."""
 
-    def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
+    def __init__(
+        self, directory: Path, manifest: CheckpointManifest, of_ranks: dict[int, Any]
+    ) -> None:
         self._directory = directory
-        self._records = {rank: of for rank, of in manifest.private.items() if PRIVATE in of}
-        self._read: dict[int, Any] = {}
+        self._records = manifest.private
+        self._read = of_ranks
 
     def __getitem__(self, rank: int) -> Any:
         """Return the private values of a rank. Not collective.
@@ -125,11 +145,11 @@ class Privates(Mapping[int, Any]):
         ``CheckpointError``: the file of the rank is damaged.
         """
         if rank not in self._read:
-            records = self._records[rank]
+            pieces = _empty(self._records[rank])
             with explained(f"read checkpoint {self._directory}"):
-                self._read[rank] = _private_tree(
-                    self._directory, records, _read(self._directory, records, {})
-                )
+                stored = _by_file([(self._records[rank], pieces)])
+                block_reader.read(self._directory, stored, None)
+                self._read[rank] = _private_tree(self._directory, _tensors(pieces))
         return self._read[rank]
 
     def __iter__(self) -> Iterator[int]:
@@ -139,13 +159,10 @@ class Privates(Mapping[int, Any]):
         return len(self._records)
 
 
-def _private_tree(
-    directory: Path, records: Mapping[str, Record], tensors: Mapping[str, Any]
-) -> Any:
+def _private_tree(directory: Path, tensors: Mapping[str, Any]) -> Any:
     """Return the private values of a rank, given its private tensors by name."""
-    text = _read(directory, {PRIVATE: records[PRIVATE]}, {})[PRIVATE]
     try:
-        skeleton = json.loads(bytes(host_bytes(text)))
+        skeleton = json.loads(bytes(host_bytes(tensors[PRIVATE])))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {directory} is damaged: the private values of a rank are not JSON: "
@@ -154,9 +171,15 @@ def _private_tree(
     return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
 
 
-def _read_state(
-    manifest: CheckpointManifest, directory: Path, into: Mapping[str, Shard], rank: int
-) -> Any:
+def _check_private(directory: Path, records: Mapping[str, Record]) -> None:
+    pieces = _empty({PRIVATE: records[PRIVATE]})
+    block_reader.read(directory, _by_file([(records, pieces)]), None)
+    _private_tree(directory, {**dict.fromkeys(records), **_tensors(pieces)})
+
+
+def _check_wanted(
+    directory: Path, manifest: CheckpointManifest, into: Mapping[str, Shard]
+) -> None:
     if missing := sorted(set(into) - set(manifest.tensors)):
         raise CheckpointError(
             f"the tensors of into must be in the checkpoint, but {directory} has no "
@@ -169,46 +192,35 @@ def _read_state(
                 f"the tensor {path} must have the shape in the checkpoint, {list(shape)}, got "
                 f"{list(shard.global_shape)}; change the model, or convert the checkpoint"
             )
-    tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
-    pieces = {path: TensorPiece(tensors[path], shard) for path, shard in into.items()}
-    return _assembled(directory, manifest.skeleton, {**tensors, **pieces})
 
 
-def _read(
-    directory: Path, records: Mapping[str, Record], into: Mapping[str, Shard], first: int = 0
-) -> dict[str, Tensor]:
-    """Read tensors, or the parts of them in ``into``, file by file.
+def _empty(
+    records: Mapping[str, Record], into: Mapping[str, Shard] | None = None
+) -> dict[str, TensorPiece]:
+    """Return memory for tensors, or for the parts of them in ``into``."""
+    shards = {name: Shard.whole(record.shape) for name, record in records.items()}
+    shards.update(into or {})
+    return {
+        name: TensorPiece(torch.empty(shard.shape, dtype=DTYPES[records[name].dtype]), shard)
+        for name, shard in shards.items()
+    }
 
-    The file of rank ``first`` is read first; different ``first`` on each rank spread the load.
-    """
-    pieces = {}
-    for name, record in records.items():
-        shard = into.get(name) or Shard.whole(record.shape)
-        pieces[name] = TensorPiece(torch.empty(shard.shape, dtype=DTYPES[record.dtype]), shard)
-    stored = _by_rank([records], {name: piece.shard for name, piece in pieces.items()})
-    for rank in sorted(stored, key=lambda rank: (rank < first, rank)):
-        with opened(directory / file_name(rank)) as file:
-            for name, dtype, part in stored[rank]:
-                file.check(name, dtype, part.shard.shape)
-                _read_part(file, name, part, pieces[name])
+
+def _tensors(pieces: Mapping[str, TensorPiece]) -> dict[str, Tensor]:
     return {name: piece.tensor for name, piece in pieces.items()}
 
 
-def _read_part(file: TensorFile, name: str, part: StoredPart, target: TensorPiece) -> None:
-    common = part.shard.intersection(target.shard)
-    assert common
-    place = target.tensor[target.shard.slices(common)]
-    if common == part.shard and place.is_contiguous():
-        file.read_into(name, 0, host_bytes(place), part.crcs)
-        return
-    itemsize = place.itemsize
-    start, stop = part.shard.span(common)
-    first = start * itemsize // BLOCK_BYTES * BLOCK_BYTES
-    last = min(-(-stop * itemsize // BLOCK_BYTES) * BLOCK_BYTES, part.shard.numel * itemsize)
-    around = torch.empty((last - first) // itemsize, dtype=place.dtype)
-    file.read_into(name, first, host_bytes(around), part.crcs)
-    strides = torch.empty(part.shard.shape, device="meta").stride()
-    place.copy_(around.as_strided(common.shape, strides, start - first // itemsize))
+def _by_file(
+    groups: Iterable[tuple[Mapping[str, Record], Mapping[str, TensorPiece]]], first: int = 0
+) -> list[StoredTensor]:
+    """Return the stored parts of tensors, with the pieces to fill, from the file of ``first``."""
+    stored = (
+        StoredTensor(name, record.dtype, part, pieces.get(name))
+        for records, pieces in groups
+        for name, record in records.items()
+        for part in record.parts
+    )
+    return sorted(stored, key=lambda one: (one.part.file < first, one.part.file))
 
 
 def _assembled(
@@ -230,23 +242,11 @@ def _assembled(
         ) from error
 
 
-def _by_rank(
-    groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
-) -> dict[int, list[_Stored]]:
-    """Return by rank the stored parts that it wrote; with ``wanted``, only overlapping parts."""
-    stored: dict[int, list[_Stored]] = {}
-    for name, record in (item for records in groups for item in records.items()):
-        for part in record.parts:
-            if wanted is None or part.shard.intersection(wanted[name]):
-                stored.setdefault(part.rank, []).append((name, record.dtype, part))
-    return stored
-
-
-def _check_file(path: Path, stored: Sequence[_Stored]) -> None:
+def _check_file(path: Path, stored: Sequence[StoredTensor]) -> None:
     with opened(path) as file:
-        for name, dtype, part in stored:
-            file.check(name, dtype, part.shard.shape)
-            num_bytes = part.shard.numel * DTYPES[dtype].itemsize
-            memory = memoryview(bytearray(min(num_bytes, BLOCK_BYTES)))
-            for start in range(0, num_bytes, BLOCK_BYTES):
-                file.read_into(name, start, memory[: num_bytes - start], part.crcs)
+        for one in stored:
+            entry = one.part.entry(one.name)
+            file.check(entry, one.dtype, one.part.shard.shape)
+            memory = memoryview(bytearray(min(one.num_bytes, BLOCK_BYTES)))
+            for start in range(0, one.num_bytes, BLOCK_BYTES):
+                file.read_into(entry, start, memory[: one.num_bytes - start], one.part.crcs)

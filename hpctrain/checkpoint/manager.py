@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hpctrain.checkpoint import loading, saving
 from hpctrain.checkpoint.background import BackgroundWriter, StateCopy
+from hpctrain.checkpoint.checkpoint_config import Files
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.refusal import explained, mismatches, of_save
 from hpctrain.checkpoint.schedule import CheckpointSchedule
@@ -57,8 +58,8 @@ class Manager:
     """Saves checkpoints in the background and finds the one to resume from.
 
     The training thread copies the share of this rank to memory that later saves reuse, and
-    computes checksums. A second thread with a separate communicator writes the copy and removes
-    expendable checkpoints. A save waits until the previous save is complete.
+    computes checksums. A second thread with a separate communicator writes the copy; a third, on
+    rank 0, removes expendable checkpoints. A save waits until the previous save is complete.
 
     A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
     error on every rank, with the step of the failed save; training may continue, and save again.
@@ -78,6 +79,7 @@ class Manager:
         guard: called on rank 0, in any thread, before a checkpoint is written, before it
             is published, and before other checkpoints are removed; may raise CheckpointError to
             prevent this.
+        files: one file per node, or per rank; see ``save``.
 
     Raises:
         ConfigError: a value is not valid.
@@ -95,13 +97,15 @@ class Manager:
         mtbf: float | str | None = None,
         background: bool = True,
         guard: Callable[[], None] | None = None,
+        files: Files = "node",
     ) -> None:
         given = [f"every {every}", f"keep {keep}", f"keep_best {keep_best}", f"mtbf {mtbf}"]
-        given.append(f"background {background}")
+        given += [f"background {background}", f"files {files}"]
         require_equal(comm, given, "an argument of Manager", "pass the same values")
         with agreed(comm, ConfigError):
             checked("keep", keep, Number)
             checked("keep_best", keep_best, Count)
+            checked("files", files, Files)
             mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
             self._schedule = CheckpointSchedule(every, mtbf_s=mtbf_s, now=time.monotonic())
             self._shelf = CheckpointDirectory(absolute(directory))
@@ -109,6 +113,7 @@ class Manager:
         self._keep = keep
         self._keep_best = keep_best
         self._guard = guard
+        self._files = files
         self._damaged: dict[int, str] = {}
         self._figures: Figures | None = None
         self._step: int | None = None  # step of the last checkpoint saved or loaded
@@ -181,6 +186,7 @@ class Manager:
             facts={**(facts or {}), **scored},
             guard=self._guard,
             source_rank=source_rank,
+            files=self._files,
         )
         self._schedule.taken(step, began)
         self._step, self._has_score = step, bool(scored)
@@ -253,11 +259,13 @@ class Manager:
         return self._figures
 
     def close(self) -> None:
-        """Wait for the save in flight, and end the thread. Collective; idempotent.
+        """Wait for the save in flight and for removals, end the thread. Collective; idempotent.
 
         Raises:
             CheckpointError: the last save failed; on every rank.
         """
+        self._writer.settle()
+        self._shelf.finish()
         try:
             self.wait()
         finally:
@@ -291,7 +299,7 @@ class Manager:
         stall_s: float | None,
         damaged: set[int],
     ) -> Figures:
-        """Write a checkpoint, then remove expendable checkpoints. Collective; background job."""
+        """Write a checkpoint, then rename expendable checkpoints. Collective; background job."""
         began = time.monotonic()
 
         def take() -> saving.SaveSource:

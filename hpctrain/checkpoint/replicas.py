@@ -1,6 +1,6 @@
 """Comparison of replicated state between ranks, before a checkpoint is published."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -48,48 +48,59 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
     }
 
 
-def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
-    """Check that each tensor has the same checksum on all ranks that hold it. Collective.
+def require_same(comm: Communicator, found: Mapping[str, int]) -> None:
+    """Check that each tensor has the same checksum on all ranks. Collective.
 
     One all-reduce finds the maximum of each checksum and of its negative, so its size does not
     depend on the number of ranks; only differing checksums are gathered.
 
     Args:
         comm: communicator of the ranks.
-        found: checksums by name, with the same names in the same order on every rank; None where
-            this rank holds no value.
+        found: checksums by name, with the same names in the same order on every rank.
 
     Raises:
         CheckpointError: checksums differ; the error names tensors and ranks, on every rank.
     """
     if not found:
         return
-    held = [(-_BITS, -_BITS) if value is None else (value, -value) for value in found.values()]
-    largest = torch.tensor(held, dtype=torch.int64)
+    largest = torch.tensor([(value, -value) for value in found.values()], dtype=torch.int64)
     comm.allreduce_(largest, op=Op.MAX).wait()
     differ = [n for n, (top, low) in zip(found, largest.tolist(), strict=True) if top != -low]
     if not differ:
         return
     named = differ[:_MOST_NAMED]
     of_ranks = comm.allgather_object([found[name] for name in named])
+    values = [dict(enumerate(column)) for column in zip(*of_ranks, strict=True)]
+    raise difference(dict(zip(named, values, strict=True)), len(found), len(differ))
+
+
+def difference(
+    values: Mapping[str, Mapping[int, int]], num_found: int, num_differ: int = 0
+) -> CheckpointError:
+    """Return the error for tensors that differ between ranks.
+
+    Args:
+        values: checksum of each rank that holds the tensor, by name of the tensor.
+        num_found: number of tensors that were compared.
+        num_differ: number of tensors that differ; by default that of ``values``.
+    """
     names_of: dict[str, list[str]] = {}
-    for name, values in zip(named, zip(*of_ranks, strict=True), strict=True):
-        names_of.setdefault(_grouped(values), []).append(name)
+    for name in list(values)[:_MOST_NAMED]:
+        names_of.setdefault(_grouped(values[name]), []).append(name)
     shown = "; ".join(f"{', '.join(names)} ({groups})" for groups, names in names_of.items())
-    raise CheckpointError(
-        f"tensors that ranks share must be equal on all of them, but {len(differ)} of "
-        f"{len(found)} differ: {shown}; pass source_rank=0 to write the tensors of rank 0, call "
-        f"hvd.broadcast_parameters() on them before the save, or remove them from the state "
-        f"and pass them as private="
+    return CheckpointError(
+        f"tensors that ranks share must be equal on all of them, but "
+        f"{num_differ or len(values)} of {num_found} differ: {shown}; pass source_rank=0 to write "
+        f"the tensors of rank 0, call hvd.broadcast_parameters() on them before the save, or "
+        f"remove them from the state and pass them as private="
     )
 
 
-def _grouped(values: Iterable[int | None]) -> str:
+def _grouped(values: Mapping[int, int]) -> str:
     """Return a text that groups the ranks by equal values."""
     groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
-        if value is not None:
-            groups.setdefault(value, []).append(rank)
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
     shown = [format_ranks(ranks) for ranks in groups.values()]
     if len(shown) > _MOST_GROUPS:
         shown = [*shown[:_MOST_GROUPS], f"{len(shown) - _MOST_GROUPS} more values"]

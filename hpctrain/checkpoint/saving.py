@@ -4,18 +4,21 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hpctrain.checkpoint.checkpoint_config import Files
+from hpctrain.checkpoint.file_share import FileShare
 from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import (
     NAME,
@@ -24,26 +27,29 @@ from hpctrain.checkpoint.format.manifest import (
     Record,
     StoredPart,
     dumps,
-    file_name,
     require_named,
 )
-from hpctrain.checkpoint.format.shard import Shard, TensorPiece, fault_of_cover
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import crc_of
 from hpctrain.checkpoint.format.state_tree import flatten, lines
+from hpctrain.checkpoint.piece_plan import PiecePlan
 from hpctrain.checkpoint.refusal import explained, mismatches
 from hpctrain.checkpoint.replicas import Checksum, checksums, require_same
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, appear, make_folder, sync
+from hpctrain.core.checks import checked
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
 
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
-_Written = tuple[dict[str, list[int]], dict[str, _Spec]]
-"""Checksums of the tensors that a rank wrote, and the specs of its private tensors."""
+_REMEDY = (
+    "add the keys of each dict in the same order on every rank, and pass values that differ "
+    "between ranks as private"
+)
 
 WHOLE_BYTES = MIB  # smaller tensors are not divided
 
@@ -80,6 +86,15 @@ class SaveSource:
         return cls(state, private, found, time.perf_counter() - began)
 
 
+class _Written(NamedTuple):
+    """What the manifest contains about the tensors of one rank."""
+
+    crcs: dict[str, list[int]]  # checksums of the blocks of each tensor
+    private: dict[str, _Spec]  # its private tensors
+    copies: dict[str, int]  # checksums of its pieces that other ranks hold, too
+    file: int  # first rank of its file
+
+
 @dataclass(frozen=True, slots=True)
 class _Contents:
     leaves: dict[str, Tensor | TensorPiece]
@@ -94,6 +109,12 @@ class _Contents:
             path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, TensorPiece)
         }
 
+    def piece(self, path: str) -> Tensor:
+        """Elements of this rank's piece of a sharded tensor."""
+        leaf = self.leaves[path]
+        assert isinstance(leaf, TensorPiece)
+        return leaf.tensor
+
 
 def save(  # noqa: PLR0913 - all parts of a checkpoint
     directory: Path | str,
@@ -105,6 +126,7 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
     facts: Mapping[str, Any] | None = None,
     guard: Callable[[], None] | None = None,
     source_rank: int | None = None,
+    files: Files = "node",
 ) -> Saved:
     """Write a checkpoint to disk atomically: a failed save leaves ``directory`` unchanged.
 
@@ -126,6 +148,7 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
         source_rank: write the plain values and tensors of this rank only. If this
             rank and other ranks hold the same piece, the copy of ``source_rank`` is written. The
             other ranks write all other pieces.
+        files: one file per node, or per rank. Ranks without node memory write one file each.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
@@ -133,7 +156,9 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
             written; on every rank, and an older checkpoint is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
-    options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
+    options = SaveOptions(
+        step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank, files=files
+    )
     return write(directory, take, comm, options)
 
 
@@ -145,6 +170,7 @@ class SaveOptions:
     facts: dict[str, Any]
     guard: Callable[[], None] | None
     source_rank: int | None
+    files: str
 
 
 def write(
@@ -156,40 +182,42 @@ def write(
     """Write a checkpoint of the source that ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
-    step, facts, guard = options.step, options.facts, options.guard
-    source_rank = options.source_rank
+    step, guard, source_rank = options.step, options.guard, options.source_rank
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
         require_named(directory, step)
         check_source(source_rank, comm.size)
+        checked("files", options.files, Files, CheckpointError)
         source = take()
-        contents = _contents(source, facts, is_compared=source_rank is None)
-    call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    remedy = (
-        "add the keys of each dict in the same order on every rank, and pass values that differ "
-        "between ranks as private"
-    )
+        contents = _contents(source, options.facts, is_compared=source_rank is None)
+    call = [
+        f"directory {directory}",
+        f"step {step}",
+        f"source_rank {source_rank}",
+        f"files {options.files}",
+    ]
     with mismatches():
-        require_equal(comm, call + contents.common, "the state of a checkpoint", remedy)
+        require_equal(comm, call + contents.common, "the state of a checkpoint", _REMEDY)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
     if source_rank is not None:
         tree = comm.broadcast_object(tree, root=source_rank)
-    pieces = comm.allgather_object(contents.pieces)
-    parts = _plan(tree[1], pieces, source_rank)
+    pieces = PiecePlan.of(comm, contents.pieces, source_rank)
+    parts = _parts(tree[1], contents.pieces, comm.size, source_rank)
     room = on_root(comm, explained(what)(partial(_make_room, directory, guard)), CheckpointError)
     try:
+        share = _share(contents, parts, pieces.written, comm.rank)
+        file = FileShare.of(comm, options.files, share)
         with agreed(comm, CheckpointError), explained(what):
-            share = {**_share(contents.leaves, parts, comm.rank), **contents.own}
-            crcs = tensor_file.write(room / file_name(comm.rank), share)
+            crcs = file.write(room, share)
             written = time.perf_counter()
-            found = {path: checksum.value for path, checksum in source.checksums.items()}
-            of_copies = _of_copies(contents.leaves, pieces, source_rank)
+            copies = {path: crc_of(contents.piece(path)) for path in pieces.compared}
             compare_s = source.compare_s + time.perf_counter() - written
         exchanged = time.perf_counter()
-        require_same(comm, {**found, **of_copies})
+        require_same(comm, {path: one.value for path, one in source.checksums.items()})
         compare_s += time.perf_counter() - exchanged
-        own = crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
-        make = partial(_manifest, tree, parts, comm.gather_object(own), step, facts)
+        own = {name: _spec(tensor) for name, tensor in contents.own.items()}
+        written_by = comm.gather_object(_Written(crcs, own, copies, file.first_rank))
+        make = partial(_manifest, tree, parts, pieces, written_by, step, options.facts)
         publish = partial(_publish, make, room, directory, guard)
         num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
     except CheckpointError:
@@ -246,19 +274,14 @@ def _spec(leaf: Tensor | TensorPiece) -> _Spec:
     return name_of(leaf.dtype), tuple(leaf.shape)
 
 
-def _plan(
-    specs: Mapping[str, _Spec], pieces: Sequence[Mapping[str, Shard]], source_rank: int | None
+def _parts(
+    specs: Mapping[str, _Spec],
+    pieces: Mapping[str, Shard],
+    num_ranks: int,
+    source_rank: int | None,
 ) -> dict[str, Parts]:
-    whole = {path: spec for path, spec in specs.items() if path not in pieces[0]}
-    sharded = owners(pieces, source_rank)
-    for path, parts in sharded.items():
-        shape = pieces[0][path].global_shape
-        if fault := fault_of_cover(shape, list(parts.values())):
-            raise CheckpointError(
-                f"the pieces of a tensor on all ranks must contain each element once, but "
-                f"{fault} of {path} {list(shape)}; pass the correct piece on every rank"
-            )
-    return {**divide(whole, len(pieces), source_rank), **sharded}
+    whole = {path: spec for path, spec in specs.items() if path not in pieces}
+    return divide(whole, num_ranks, source_rank)
 
 
 def divided(
@@ -288,21 +311,25 @@ def divide(
     cuts = [sum(sizes.values()) * rank // num_ranks for rank in range(num_ranks + 1)]
     divided, start = {}, 0
     for path, num_bytes in sizes.items():
-        around = [min(max(cut - start, 0), num_bytes) for cut in cuts]
-        divided[path] = _cut(tensors[path][1], num_bytes, around)
+        first, last = 0, 1  # an empty tensor is written by rank 0
+        if num_bytes:
+            first = bisect_right(cuts, start) - 1
+            last = bisect_left(cuts, start + num_bytes, lo=first + 1)
+        around = [min(max(cut - start, 0), num_bytes) for cut in cuts[first : last + 1]]
+        divided[path] = _cut(tensors[path][1], num_bytes, around, first)
         start += num_bytes
     return divided
 
 
-def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
+def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int], first_rank: int) -> Parts:
     shares = [stop - start for start, stop in pairwise(cuts)]
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
     if num_bytes < WHOLE_BYTES or dim is None:
-        return {shares.index(max(shares)): Shard.whole(shape)}
+        return {first_rank + shares.index(max(shares)): Shard.whole(shape)}
     row_bytes = num_bytes // shape[dim]
     rows = [round(cut / row_bytes) for cut in cuts]
     parts = {}
-    for rank, (first, last) in enumerate(pairwise(rows)):
+    for rank, (first, last) in enumerate(pairwise(rows), first_rank):
         if first < last:
             offset = tuple(first if at == dim else 0 for at in range(len(shape)))
             size = (*shape[:dim], last - first, *shape[dim + 1 :])
@@ -310,86 +337,55 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
     return parts
 
 
-def owners(
-    pieces: Sequence[Mapping[str, Shard]], source_rank: int | None = None
-) -> dict[str, Parts]:
-    """Choose the rank that writes each piece of sharded tensors; copies are written once."""
-    chosen: dict[str, Parts] = {}
-    for number, ((path, shard), ranks) in enumerate(_holders(pieces).items()):
-        parts = chosen.setdefault(path, {})
-        if shard.numel or not shard.global_shape:
-            parts[source_rank if source_rank in ranks else ranks[number % len(ranks)]] = shard
-    return chosen
-
-
-def _holders(pieces: Sequence[Mapping[str, Shard]]) -> dict[tuple[str, Shard], list[int]]:
-    holders: dict[tuple[str, Shard], list[int]] = {}
-    for rank, held in enumerate(pieces):
-        for path, shard in held.items():
-            holders.setdefault((path, shard), []).append(rank)
-    return holders
-
-
-def _of_copies(
-    leaves: Mapping[str, Tensor | TensorPiece],
-    pieces: Sequence[Mapping[str, Shard]],
-    source_rank: int | None,
-) -> dict[str, int | None]:
-    """Return the crc32 of each piece that several ranks hold; None if not on this rank."""
-    found: dict[str, int | None] = {}
-    for (path, shard), ranks in _holders(pieces).items():
-        if len(ranks) > 1 and shard.numel and source_rank not in ranks:
-            name, leaf = f"{path} at {list(shard.offset)}", leaves[path]
-            found[name] = None
-            if isinstance(leaf, TensorPiece) and leaf.shard == shard:
-                found[name] = crc_of(leaf.tensor)
-    return found
-
-
 def _share(
-    leaves: Mapping[str, Tensor | TensorPiece], parts: Mapping[str, Parts], rank: int
+    contents: _Contents, parts: Mapping[str, Parts], written: Iterable[str], rank: int
 ) -> dict[str, Tensor]:
-    share = {}
+    """Return the tensors, and parts of tensors, that a rank writes."""
+    share = {path: contents.piece(path) for path in written}
     for path, of_ranks in parts.items():
-        if rank in of_ranks:
-            leaf = leaves[path]
-            if isinstance(leaf, TensorPiece):
-                share[path] = leaf.tensor
-            else:
-                share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(of_ranks[rank])]
-    return share
+        if rank in of_ranks and isinstance(leaf := contents.leaves[path], Tensor):
+            share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(of_ranks[rank])]
+    return {**share, **contents.own}
 
 
 def _manifest(
     tree: tuple[Any, Mapping[str, _Spec]],
     parts: Mapping[str, Parts],
+    pieces: PiecePlan,
     written: Sequence[_Written] | None,
     step: int,
     facts: dict[str, Any],
 ) -> CheckpointManifest:
     """Return the manifest of the files that all ranks have written. Called on rank 0 only."""
     assert written is not None
+    pieces.require_same([of_rank.copies for of_rank in written])
     skeleton, specs = tree
-    crcs = [of_rank for of_rank, _ in written]
 
     def record(name: str, spec: _Spec, of_ranks: Parts) -> Record:
         stored = (
-            StoredPart(rank, part, tuple(crcs[rank][name])) for rank, part in of_ranks.items()
+            StoredPart(rank, part, tuple(written[rank].crcs[name]), written[rank].file)
+            for rank, part in of_ranks.items()
         )
         return Record(*spec, tuple(stored))
 
+    files = tuple(of_rank.file for of_rank in written)
     return CheckpointManifest(
         step=step,
         world=len(written),
+        files=() if files == tuple(range(len(written))) else files,
         facts=facts,
         skeleton=skeleton,
-        tensors={path: record(path, specs[path], of_ranks) for path, of_ranks in parts.items()},
+        tensors={
+            path: record(path, specs[path], of_ranks)
+            for path, of_ranks in {**parts, **pieces.parts}.items()
+        },
         private={
             rank: {
                 name: record(name, spec, {rank: Shard.whole(spec[1])})
-                for name, spec in own.items()
+                for name, spec in of_rank.private.items()
             }
-            for rank, (_, own) in enumerate(written)
+            for rank, of_rank in enumerate(written)
+            if of_rank.private
         },
     )
 

@@ -197,6 +197,7 @@ class RunInDirectory:
             mtbf=table.mtbf or None,
             background=table.background,
             guard=self._check_lease,
+            files=table.files,
         )
 
     def _metrics(self, config_text: str) -> Metrics:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.checkpoint.loading import read_manifest
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ReplicaError
@@ -186,4 +186,4 @@ class ParallelExchange(StepExchange):
         newest = latest()
         if newest is None:
             return None
-        return self.method.state.wanted(CheckpointManifest.read(newest).tensors)
+        return self.method.state.wanted(read_manifest(newest, self.comm).tensors)

@@ -1,7 +1,8 @@
-"""Check that checkpoints of the first version of the format are still loaded.
+"""Check that checkpoints of every version of the format are still loaded.
 
-Two ranks wrote ``golden/v1`` with the first version of the format, from ``golden_state`` and
-``golden_private`` below; the files must not be rewritten.
+Two ranks wrote ``golden/v1`` and ``golden/v2`` with these versions of the format, from
+``golden_state`` and ``golden_private`` below, each rank to its own file in version 1, and to one
+file in version 2; the files must not be rewritten.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from hpctrain.checkpoint.loading import check, load
 from hpctrain.comm.mpi import MpiCommunicator
 from tests.checkpoint.states import PLAIN, same
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = Path(__file__).parent / "golden"
 FACTS = {"name": "golden", "world": 2, "seeds": [1, 2.5, None, {"a": True}]}
 NAMES = (
     "bfloat16 complex128 complex64 float16 float32 float64 float8_e4m3fn float8_e4m3fnuz "
@@ -46,31 +47,40 @@ def golden_private(rank):
     return {"random": torch.arange(10, dtype=torch.uint8) + rank, "rank": rank}
 
 
+FILES = {
+    "v1": {
+        "manifest.json": "f5cda71df2529752",
+        "rank-00000.safetensors": "132b88438ad79272",
+        "rank-00001.safetensors": "afabfc8e20897854",
+    },
+    "v2": {"manifest.json": "6818eca41e5ffa08", "rank-00000.safetensors": "b8e5d007983aaf82"},
+}
+
+
 def test_golden_checkpoint_has_the_current_version():
-    manifest = CheckpointManifest.read(GOLDEN)
-    assert VERSION == 1
-    assert (manifest.step, manifest.world, manifest.facts) == (1200, 2, FACTS)
-    assert sorted(path.name for path in GOLDEN.iterdir()) == [
-        "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors",
-    ]  # fmt: skip
+    assert f"v{VERSION}" == max(FILES)
 
 
-def test_golden_checkpoint_is_unchanged():
-    files = sorted(GOLDEN.iterdir())
+@pytest.mark.parametrize("version", FILES)
+def test_golden_checkpoint_is_unchanged(version):
+    files = sorted((GOLDEN / version).iterdir())
     digests = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
-    assert digests == ["f5cda71df2529752", "132b88438ad79272", "afabfc8e20897854"]
+    assert dict(zip([file.name for file in files], digests, strict=True)) == FILES[version]
+    manifest = CheckpointManifest.read(GOLDEN / version)
+    assert (manifest.step, manifest.world, manifest.facts) == (1200, 2, FACTS)
 
 
 @pytest.mark.requires("torch-2.7")
 @pytest.mark.ranks(1, 2, 3)
-def test_golden_checkpoint_is_loaded_bitwise(world):
+@pytest.mark.parametrize("version", FILES)
+def test_golden_checkpoint_is_loaded_bitwise(world, version):
     comm = MpiCommunicator(world)
-    loaded = load(GOLDEN, comm)
+    loaded = load(GOLDEN / version, comm)
     assert same(loaded.state, golden_state())
     assert all(same(loaded.private[rank], golden_private(rank)) for rank in range(2))
     assert (loaded.step, loaded.facts) == (1200, FACTS)
     shard = Shard((5, 6), (1, 3), (3, 2))
-    piece = load(GOLDEN, comm, into={"columns": shard}).state["columns"]
+    piece = load(GOLDEN / version, comm, into={"columns": shard}).state["columns"]
     assert same(piece, TensorPiece(COLUMNS[1:4, 3:5].clone(), shard))
-    assert check(GOLDEN) == []
+    assert check(GOLDEN / version) == []
     comm.close()

@@ -220,8 +220,17 @@ def test_no_escape_reaches_the_terminal(good):
 
 def test_newer_version_is_reported(good):
     told = manifest_of(good)
-    seal(good, {**told, "version": 2})
-    refused(good, "has version 2, but this hpctrain reads versions up to 1; use a newer hpctrain")
+    seal(good, {**told, "version": 3})
+    refused(good, "has version 3, but this hpctrain reads versions up to 2; use a newer hpctrain")
+
+
+@pytest.mark.parametrize("files", [None, 1, [], [-1], [1], ["0"], [0, 0], [0.0], {"0": 0}])
+def test_malicious_list_of_shared_files_raises(good, files):
+    told = manifest_of(good)
+    seal(good, {**told, "version": 2, "files": files})
+    refused(good)
+    seal(good, {**told, "version": 2, "files": [0]})
+    assert check(good) == []
 
 
 def header_of(path):

@@ -4,6 +4,7 @@ import math
 import os
 import pkgutil
 import shutil
+import threading
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint import loading
 from hpctrain.checkpoint.checkpoint_directory import Kept, expendable
 from hpctrain.checkpoint.format.manifest import name_of, step_of
+from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import flip, loaded_value, managed, state, steps_in
@@ -203,6 +205,30 @@ def test_old_checkpoints_that_cannot_be_removed_warn(comm, root, monkeypatch, ca
         assert caplog.text.count("cannot be removed: Permission denied") == 1
         assert loaded_value(manager) == 4
         assert steps_in(root) == [4]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_saves_do_not_wait_until_old_checkpoints_are_removed(comm, root, background, monkeypatch):
+    remove, may_remove = shutil.rmtree, threading.Event()
+
+    def remove_later(path, **options):
+        if ".gone." in path.name:
+            assert may_remove.wait(60)
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_later)
+    manager = Manager(root, comm, keep=1, background=background)
+    for step in (1, 2):
+        manager.save(state(step), step, wait=True)
+    assert steps_in(root) == [2]
+    comm.barrier()
+    assert [path for path in root.iterdir() if ".gone." in path.name]
+    comm.barrier()
+    may_remove.set()
+    manager.save(state(3), 3)
+    manager.close()
+    assert [path.name for path in root.iterdir()] == ["step-00000003"]
 
 
 SCORES = st.none() | st.floats(0, 1) | st.just(math.nan)

@@ -9,6 +9,7 @@ from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core import atomic
 from tests.checkpoint.managed import managed, state, steps_in
 from tests.checkpoint.test_export import FILES
+from tests.comm.conftest import PATHS, connected
 
 PRIVATE = {"random": torch.arange(5)}
 
@@ -19,6 +20,18 @@ def test_checkpoint_and_parent_directories_are_on_disk_after_a_save(disk, comm, 
         checkpoint.save(root / "step-00000001", state(value), comm, step=1, private=PRIVATE)
         assert not disk.lost()
         comm.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_file_of_a_node_is_on_disk_after_a_save(disk, root):
+    with connected(PATHS["one node"]) as made:
+        for value in (1, 2):
+            private = {"rank": made.comm.rank}
+            values = state(value, numel=700_000)
+            checkpoint.save(root / "a", values, made.comm, step=1, private=private)
+            assert [path.name for path in root.glob("a/rank-*")] == ["rank-00000.safetensors"]
+            assert not disk.lost()
+            made.comm.barrier()
 
 
 def test_checkpoint_is_on_disk_without_exchange_of_names(disk, monkeypatch):

@@ -1,21 +1,27 @@
 """Check that a checkpoint has the state of one rank, no matter which ranks write, or all raise."""
 
+import math
+import pickle
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from hpctrain.checkpoint import replicas
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import _MIX, device_checksum, state_hash
 from hpctrain.checkpoint.loading import load
 from hpctrain.checkpoint.manager import Manager
+from hpctrain.checkpoint.piece_plan import PiecePlan
 from hpctrain.checkpoint.saving import save
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import steps_in
+from tests.checkpoint.operations import slope
 from tests.checkpoint.states import of_every_dtype, of_every_kind, same
 
 SHAPES = [(), (1,), (7,), (0, 3), (1, 700), (37, 11), (3, 5, 40)]
@@ -25,7 +31,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool,
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Let small tensors have many blocks, and split them."""
-    for module in ("format.tensor_file", "format.manifest", "loading"):
+    for module in ("format.tensor_file", "format.manifest", "loading", "block_reader"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
 
@@ -251,3 +257,74 @@ def test_large_tensors_are_compared_in_threads_with_the_same_result(comm, root, 
     state["t8"][999] += comm.rank
     with pytest.raises(CheckpointError, match="1 of 9 differ: t8"):
         save(root / "step-00000002", state, comm, step=2)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_only_rank_0_receives_the_pieces_of_all_ranks(comm, root, monkeypatch):
+    """Let a model with 40 sharded tensors be held twice, and count the objects of each rank."""
+    half, num_halves = comm.rank // 2, (comm.size + 1) // 2
+    shard = Shard((num_halves, 3), (half, 0), (1, 3))
+    pieces = {f"p{n}": TensorPiece(torch.full((1, 3), float(half)), shard) for n in range(40)}
+    gather, received = comm.allgather_object, []
+
+    def count(value, *args):
+        received.append(gather(value, *args))
+        return received[-1]
+
+    monkeypatch.setattr(comm, "allgather_object", count)
+    save(root / "step-00000001", pieces, comm, step=1)
+    assert len(pickle.dumps(received)) < 600 * comm.size
+    kept = CheckpointManifest.read(root / "step-00000001").tensors
+    for record in kept.values():
+        assert [part.shard.offset[0] for part in record.parts] == [*range(num_halves)]
+        assert all(part.rank // 2 == part.shard.offset[0] for part in record.parts)
+    assert {part.rank for record in kept.values() for part in record.parts} == {*range(comm.size)}
+    loaded = load(root / "step-00000001", comm).state
+    assert all(loaded[name][:, 0].tolist() == [*range(num_halves)] for name in pieces)
+
+
+def holders_of(num):
+    """Return boxes of ``num`` ranks, of which two each hold the same row of 3 tensors."""
+    rows = [[3, rank // 2, 0, 1, 3] * 3 for rank in range(num)]
+    return (PiecePlan(), dict.fromkeys("abc", (num // 2, 3)), np.array(rows), None)
+
+
+def test_operations_of_the_choice_of_writers_grow_with_the_ranks():
+    assert slope(PiecePlan._choose, holders_of, 256) < 1.1
+
+
+@pytest.mark.parametrize("source", [None, 0, 5])
+def test_one_holder_writes_each_piece(source):
+    draw = random.Random(source)
+    for _ in range(50):
+        num_ranks, num_tensors = draw.randint(6, 20), draw.randint(1, 5)
+        cuts = [draw.randint(1, 4) for _ in range(num_tensors)]
+        shapes = {str(n): (cut, 2)[: draw.randint(1, 2)] for n, cut in enumerate(cuts)}
+        held = {path: [*range(shape[0])] for path, shape in shapes.items()}
+        rows = {p: h + draw.choices([*h, None], k=num_ranks - len(h)) for p, h in held.items()}
+        boxes = []
+        for rank in range(num_ranks):
+            box = []
+            for path, shape in shapes.items():
+                row, rest = rows[path][rank], shape[1:]
+                size = (0 if row is None else 1, *rest)
+                box += [math.prod(size), row or 0, *[0] * len(rest), *size]
+            boxes.append(box)
+        plan = PiecePlan()
+        bits = np.unpackbits(plan._choose(shapes, np.array(boxes), source), axis=2)
+        for number, (path, of_ranks) in enumerate(rows.items()):
+            assert sorted(shard.offset[0] for shard in plan.parts[path].values()) == held[path]
+            for rank, shard in plan.parts[path].items():
+                assert of_ranks[rank] == shard.offset[0]
+            writes = {rank for rank in range(num_ranks) if bits[rank, 0, number]}
+            assert writes == {*plan.parts[path]}
+            if source is not None and of_ranks[source] is not None:
+                assert source in writes
+            compared = [rank for rank in range(num_ranks) if bits[rank, 1, number]]
+            assert compared == [
+                rank
+                for rank, row in enumerate(of_ranks)
+                if row is not None
+                and of_ranks.count(row) > 1
+                and (source is None or of_ranks[source] != row)
+            ]

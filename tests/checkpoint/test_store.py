@@ -7,28 +7,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from mpi4py import MPI
 from safetensors.torch import load_file
 
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.format import tensor_file
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest, file_name
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.loading import check, load
 from hpctrain.checkpoint.saving import save
-from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind, same
+from tests.checkpoint.test_hostile import manifest_of
+from tests.comm.conftest import PATHS, SAME, connected
 from tests.full_disk import largest_file
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 ROWS, COLS = 50, 40
 
 
-@pytest.fixture
-def comm(world):
-    comm = MpiCommunicator(world)
-    yield comm
-    comm.close()
+KINDS = [kind for kind in ("flat MPI", "one node", "nodes of two") if kind not in SAME]
+
+
+@pytest.fixture(params=KINDS[:1] if MPI.COMM_WORLD.size == 1 else KINDS)
+def comm(request):
+    with connected(PATHS[request.param]) as made:
+        yield made.comm
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def folder(world, tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Let small tensors have many blocks, and split them."""
-    for module in ("format.tensor_file", "format.manifest", "loading"):
+    for module in ("format.tensor_file", "format.manifest", "loading", "block_reader"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
 
@@ -112,12 +116,29 @@ def test_replicated_state_is_written_once_and_read_in_pieces(comm, folder):
     large = torch.arange(3 << 19).reshape(3 << 9, -1)
     saved = save(folder / "a", {"large": large}, comm, step=0)
     assert saved.bytes == large.nbytes
-    files = [path.stat().st_size for path in folder.glob("a/rank-*")]
-    assert len(files) == comm.size
-    assert max(files) <= large.nbytes / comm.size + 3 * large.nbytes / 1000 + 8192
+    files = {path.name: path.stat().st_size for path in folder.glob("a/rank-*")}
+    nodes = {tuple(ranks) for ranks in comm.allgather_object(comm.node_ranks)}
+    assert {*files} == {file_name(ranks[0]) for ranks in nodes}
+    for ranks in nodes:
+        share = len(ranks) / comm.size * large.nbytes
+        assert files[file_name(ranks[0])] <= share + 3 * large.nbytes / 1000 + 8192
     shard = Shard(large.shape, (5, comm.rank), (1000, 7))
     loaded = load(folder / "a", comm, into={"large": shard})
     assert same(loaded.state["large"].tensor, large[5:1005, comm.rank : comm.rank + 7].clone())
+
+
+@SIZES
+def test_each_rank_writes_a_file_if_asked(comm, folder):
+    state = {"large": torch.arange(3 << 19).reshape(3 << 9, -1)}
+    save(folder / "a", state, comm, step=0, private={"rank": comm.rank}, files="rank")
+    names = sorted(path.name for path in folder.glob("a/rank-*"))
+    assert names == [file_name(rank) for rank in range(comm.size)]
+    assert manifest_of(folder / "a")["version"] == 1
+    assert same(load(folder / "a", comm).state, state)
+    comm.barrier()
+    for files in ("none", "node" if comm.rank else "rank") if comm.size > 1 else ("none",):
+        with pytest.raises(CheckpointError, match="files"):
+            save(folder / "b", state, comm, step=0, files=files)
 
 
 @SIZES
@@ -229,12 +250,12 @@ def test_removed_or_invalid_directory_raises_on_every_rank(comm, folder, monkeyp
         load(folder / "none", comm)
     write = tensor_file.write
 
-    def vanish(path, tensors):
+    def vanish(*arguments):
         comm.barrier()
         if comm.rank == 0:
             shutil.rmtree(folder / "run")
         comm.barrier()
-        return write(path, tensors)
+        return write(*arguments)
 
     monkeypatch.setattr(saving.tensor_file, "write", vanish)
     with pytest.raises(CheckpointError, match="No such file or directory"):

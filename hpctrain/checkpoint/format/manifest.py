@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import GIB
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
+"""Newest version: ranks share files. Without shared files, the version is 1."""
 
 PRIVATE = "%private"
 """Prefix of private values in the file of a rank; no path of a state has it."""
@@ -29,11 +31,16 @@ _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor in the file of one rank, with the crc32 of each block of the part."""
+    """A part of a tensor that one rank wrote, with the crc32 of each block of the part."""
 
     rank: int
     shard: Shard
     crcs: tuple[int, ...]
+    file: int  # first rank of the ranks that share the file
+
+    def entry(self, name: str) -> str:
+        """Return the name of the part of tensor ``name`` in the file."""
+        return entry_name(name, self.rank, self.file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,10 @@ class CheckpointManifest:
     skeleton: Any
     tensors: dict[str, Record]
     """Tensors of the state, by path, which is also their name in the files."""
-    private: dict[int, dict[str, Record]]  # tensors of each rank, by name in its file
+    files: tuple[int, ...]
+    """First rank of the ranks that share a file, for each rank; empty if no ranks share a file."""
+    private: Mapping[int, dict[str, Record]]
+    """Tensors of each rank that has private values, by name in its file."""
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +95,7 @@ class CheckpointManifest:
             raise damaged(path, "its first line is not the first line of a manifest")
         if crc32(data[first.end() :]) != int(first[1], 16):
             raise damaged(path, "its crc32 is wrong")
-        try:
+        with _valid(path):
             given = json.loads(data)
             version = given["version"]
             if given["format"] != _FORMAT or type(version) is not int:
@@ -95,19 +105,18 @@ class CheckpointManifest:
                     f"checkpoint {directory} has version {version}, but this hpctrain reads "
                     f"versions up to {VERSION}; use a newer hpctrain"
                 )
-            found = _manifest(given)
+            found = _manifest(given, path)
             require_named(directory, found.step)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise damaged(path, f"{type(error).__name__} {error}") from error
         return found
 
     def to_bytes(self) -> bytes:
         """Return the contents of the manifest file."""
         given = {
             "format": _FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.files else 1,
             "step": self.step,
             "world": self.world,
+            **({"files": self.files} if self.files else {}),
             "facts": self.facts,
             "tensors": {path: _record_in_json(record) for path, record in self.tensors.items()},
             "private": {
@@ -171,8 +180,13 @@ def read_bytes(directory: Path | str) -> bytes:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of the file of a rank and of the ranks that share its file."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def entry_name(name: str, rank: int, first_rank: int) -> str:
+    """Return the name of a tensor of ``rank`` in the file of ``first_rank``."""
+    return name if rank == first_rank else f"%rank-{rank}/{name}"
 
 
 def dumps(value: Any) -> str:
@@ -192,16 +206,16 @@ def _record_in_json(record: Record) -> dict[str, Any]:
     return {"dtype": record.dtype, "shape": record.shape, "parts": parts}
 
 
-def _manifest(given: Any) -> CheckpointManifest:
+def _manifest(given: Any, path: Path) -> CheckpointManifest:
     world = _natural(given["world"])
     if world < 1:
         raise ValueError("the number of ranks that wrote the checkpoint is 0")
-    private = {int(rank): _records(records, world) for rank, records in given["private"].items()}
-    for rank, records in private.items():
-        for name, record in records.items():
-            if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
-                raise ValueError(f"{name} is not a private value of rank {rank}")
-    tensors = _records(given["tensors"], world)
+    files = tuple(map(_natural, given["files"])) if given["version"] > 1 else ()
+    if given["version"] > 1 and (
+        len(files) != world or any(first >= world or files[first] != first for first in files)
+    ):
+        raise ValueError("files does not contain the first rank of a file for each rank")
+    tensors = _records(given["tensors"], world, files)
     if foreign := [path for path in tensors if path.startswith(PRIVATE)]:
         raise ValueError(f"{foreign[0]} is not the path of a tensor")
     if not isinstance(given["facts"], dict):
@@ -212,29 +226,74 @@ def _manifest(given: Any) -> CheckpointManifest:
         facts=given["facts"],
         skeleton=given["skeleton"],
         tensors=tensors,
-        private=private,
+        files=files,
+        private=_PrivateRecords(given["private"], world, files, path),
     )
 
 
-def _records(given: Mapping[str, Any], world: int) -> dict[str, Record]:
-    return {path: _record(path, record, world) for path, record in given.items()}
+class _PrivateRecords(Mapping[int, dict[str, Record]]):
+    """Private tensors of the ranks, parsed when they are used: a rank needs its own only.
+
+    Raises ``CheckpointError``: the records of a rank are not valid.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], world: int, files: Sequence[int], path: Path
+    ) -> None:
+        of_ranks = {int(rank): records for rank, records in given.items()}
+        self._given = {rank: records for rank, records in of_ranks.items() if PRIVATE in records}
+        self._world, self._files, self._path = world, files, path
+
+    def __getitem__(self, rank: int) -> dict[str, Record]:
+        given = self._given[rank]
+        with _valid(self._path):
+            records = _records(given, self._world, self._files)
+            for name, record in records.items():
+                if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
+                    raise ValueError(f"{name} is not a private value of rank {rank}")
+        return records
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
 
 
-def _record(path: str, given: Mapping[str, Any], world: int) -> Record:
+@contextmanager
+def _valid(path: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` if the block finds that the manifest at ``path`` is not valid."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"{type(error).__name__} {error}") from error
+
+
+def _records(given: Mapping[str, Any], world: int, files: Sequence[int]) -> dict[str, Record]:
+    return {path: _record(path, record, world, files) for path, record in given.items()}
+
+
+def _record(path: str, given: Mapping[str, Any], world: int, files: Sequence[int]) -> Record:
     shape = tuple(map(_natural, given["shape"]))
     dtype = given["dtype"]
     if dtype not in DTYPES:
         raise ValueError(f"{path} has the unknown dtype {str(dtype)[:40]!r}")
-    parts = tuple(_part(part, shape, DTYPES[dtype].itemsize) for part in given["parts"])
-    ranks = {part.rank for part in parts}
-    if len(ranks) != len(parts) or not all(rank < world for rank in ranks):
+    ranks = [_natural(part["rank"]) for part in given["parts"]]
+    if len({*ranks}) != len(ranks) or not all(rank < world for rank in ranks):
         raise ValueError(f"the parts of {path} are not stored by different ranks below {world}")
+    itemsize = DTYPES[dtype].itemsize
+    parts = tuple(
+        _part(part, shape, itemsize, rank, files[rank] if files else rank)
+        for part, rank in zip(given["parts"], ranks, strict=True)
+    )
     if fault := fault_of_cover(shape, [part.shard for part in parts]):
         raise ValueError(f"{fault} of {path}")
     return Record(dtype, shape, parts)
 
 
-def _part(given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> StoredPart:
+def _part(
+    given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int, rank: int, file: int
+) -> StoredPart:
     box = [tuple(map(_natural, given[name])) for name in ("offset", "shape")]
     try:
         shard = Shard(shape, *box)
@@ -243,7 +302,7 @@ def _part(given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> St
     crcs = tuple(map(_natural, given["crc32"]))
     if len(crcs) != -(-shard.numel * itemsize // BLOCK_BYTES):
         raise ValueError(f"a part of {shard.numel * itemsize} bytes has {len(crcs)} checksums")
-    return StoredPart(_natural(given["rank"]), shard, crcs)
+    return StoredPart(rank, shard, crcs, file)
 
 
 def _natural(value: Any) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from torch import Tensor
@@ -104,12 +105,37 @@ def fault_of_cover(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
     if held != total:
         return f"the parts hold {held} of {total} elements"
     filled = [shard for shard in shards if shard.numel]
-    if len(filled) < 2:
+    dims = [
+        dim for dim, size in enumerate(shape) if any(shard.shape[dim] != size for shard in filled)
+    ]
+    # Boxes cover the tensor once if and only if all their corners cancel but those of the tensor.
+    if 1 << len(dims) <= len(filled) and _corners(filled, dims) == _corners(
+        [Shard.whole(shape)], dims
+    ):
         return None
-    starts = np.array([shard.offset for shard in filled])
-    stops = starts + np.array([shard.shape for shard in filled])
-    for number in range(1, len(filled)):
+    return _overlap(filled)
+
+
+def _corners(shards: Sequence[Shard], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Return the coefficients of the mixed differences of the sum of indicator functions.
+
+    A corner counts 1, or -1 if it is the end of a box in an odd number of ``dims``.
+    """
+    found: dict[tuple[int, ...], int] = {}
+    for shard in shards:
+        stop = shard.stop
+        for ends in product(*(((shard.offset[dim], 1), (stop[dim], -1)) for dim in dims)):
+            corner = tuple(place for place, _ in ends)
+            found[corner] = found.get(corner, 0) + math.prod(sign for _, sign in ends)
+    return {corner: count for corner, count in found.items() if count}
+
+
+def _overlap(shards: Sequence[Shard]) -> str | None:
+    """Return the first two shards that overlap, as a text; None without overlap. Quadratic."""
+    starts = np.array([shard.offset for shard in shards])
+    stops = starts + np.array([shard.shape for shard in shards])
+    for number in range(1, len(shards)):
         meets = (starts[:number] < stops[number]) & (starts[number] < stops[:number])
         if other := np.flatnonzero(meets.all(axis=1)).tolist():
-            return f"the parts at {filled[other[0]].offset} and {filled[number].offset} overlap"
+            return f"the parts at {shards[other[0]].offset} and {shards[number].offset} overlap"
     return None

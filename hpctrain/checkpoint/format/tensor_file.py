@@ -6,13 +6,14 @@ contains one checksum for each block of a tensor.
 """
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,32 +59,65 @@ def check_storable(path: str, tensor: Tensor) -> None:
         )
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Write a new file to disk, and return the crc32 of each block by name of the tensor.
+class EntrySpec(NamedTuple):
+    """Name, dtype and shape of a tensor in a file."""
 
-    Raises ``OSError``: the file cannot be written.
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+
+def write(
+    path: Path, tensors: Mapping[str, Tensor], specs: Sequence[EntrySpec]
+) -> dict[str, list[int]]:
+    """Write tensors to their places in a file, and return the crc32 of each block by their name.
+
+    Several ranks may write one file concurrently. The rank with the first tensor of ``specs`` also
+    writes the header. Returns when the tensors are on disk.
+
+    Args:
+        path: the file, created unless it exists.
+        tensors: tensors that this rank writes, by name in the file.
+        specs: all tensors of the file, in the same order on every rank that writes.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     # Tensors with wide elements come first, so every tensor is aligned to its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    ordered = sorted(specs, key=lambda spec: -spec.itemsize)
+    header, places = _header(ordered)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        _write_all(descriptor, memoryview(_header(ordered)))
-        crcs = {name: _write_blocks(descriptor, tensor) for name, tensor in ordered.items()}
+        if not specs or specs[0].name in tensors:
+            _write_all(descriptor, memoryview(header), 0)
+        crcs = {
+            spec.name: _write_blocks(descriptor, tensors[spec.name], places[spec.name])
+            for spec in ordered
+            if spec.name in tensors
+        }
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return crcs
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        dtype, shape = stored_as(name_of(tensor.dtype), tensor.shape)
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+def _header(specs: Sequence[EntrySpec]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file, and the place of each tensor in the file."""
+    header, places, end = {}, {}, 0
+    for spec in specs:
+        dtype, shape = stored_as(spec.dtype, spec.shape)
+        places[spec.name] = end
+        start, end = end, end + math.prod(spec.shape) * spec.itemsize
+        header[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
-    return len(text).to_bytes(8, "little") + text
+    whole = len(text).to_bytes(8, "little") + text
+    return whole, {name: len(whole) + start for name, start in places.items()}
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
@@ -93,18 +127,19 @@ def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
     return "U8", [*shape, DTYPES[dtype].itemsize]
 
 
-def _write_blocks(descriptor: int, tensor: Tensor) -> list[int]:
+def _write_blocks(descriptor: int, tensor: Tensor, place: int) -> list[int]:
     data, crcs = host_bytes(tensor), []
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
         crcs.append(crc32(block))
-        _write_all(descriptor, block)
+        _write_all(descriptor, block, place + start)
     return crcs
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _write_all(descriptor: int, data: memoryview, place: int) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        count = os.pwrite(descriptor, data, place)
+        data, place = data[count:], place + count
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,11 @@ class SharedMemory:
         """
         return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
+    def gather(self, value: T) -> list[T]:
+        """Return the picklable values of all ranks of the node, by local rank."""
+        self.require_usable()
+        return self._watched.allgather(value)
+
     def _agreed(self, make: Callable[[], T]) -> T:
         """Return the result of ``make``; if a call fails, raise on all ranks of the node."""
         refusal, made = None, None
