@@ -23,6 +23,7 @@ def warn_once(text: str) -> None:
 _PLAIN = "hpctrain: %(message)s"
 _IN_FILE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OF_ALL = {"of_all_ranks": True}
+MAX_TEXTS = 16  # maximum number of different warnings of all ranks that are printed
 
 
 def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
@@ -79,7 +80,11 @@ def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
         for text in dict.fromkeys(messages):
             ranks_of.setdefault(text, []).append(rank)
     size = len(messages_by_rank)
-    return [f"{text}{_whose(ranks, size)}" for text, ranks in ranks_of.items()]
+    texts = [f"{text}{_whose(ranks, size)}" for text, ranks in ranks_of.items()]
+    if rest := {rank for ranks in [*ranks_of.values()][MAX_TEXTS:] for rank in ranks}:
+        more = f"{len(texts) - MAX_TEXTS} other warnings, which are not shown"
+        texts[MAX_TEXTS:] = [f"{more}{_whose(sorted(rest), size)}"]
+    return texts
 
 
 def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.core.errors import CommError
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import MAX_MESSAGES, format_ranks
 from hpctrain.negotiation import messages
 from hpctrain.negotiation.messages import Entry, OperationBatch, Part, Report, bits_of
 from hpctrain.negotiation.pending_table import NUM_SLOTS, OWN, PendingTable, ResponseCache
@@ -298,12 +298,16 @@ def disagreement(name: str, given: Given) -> str:
     texts = [signature.describe() for signature in signatures]
     if len(set(texts)) < len(texts):
         texts = [str(tuple(signature)) for signature in signatures]
-    sides = " and ".join(
+    sides = [
         f"{text} on {format_ranks(ranks)}"
         for text, (_, ranks) in zip(texts, given, strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
+    if rest := [rank for _, ranks in given[MAX_MESSAGES:] for rank in ranks]:
+        num_more = len(sides) - MAX_MESSAGES
+        sides[MAX_MESSAGES:] = [f"{num_more} others on {format_ranks(rest)}"]
+    got = f"{' and '.join(sides)}{note}"
     return (
-        f'operation "{name}" must be the same on all ranks, got {sides}{note}; submit it with the '
+        f'operation "{name}" must be the same on all ranks, got {got}; submit it with the '
         f"same kind, dtype, shape, op, factors, root rank and device on every rank, or give "
         f"different operations different names"
     )

@@ -68,6 +68,10 @@ def test_equal_warnings_merge_with_their_ranks_and_their_count():
         "b [rank 1]",
     ]
     assert logs.merge([["a", "b", "a"]]) == ["a", "b"]
+    many = logs.merge([["all", f"of rank {rank}"] for rank in range(10_000)])
+    assert len(many) == logs.MAX_TEXTS + 1
+    assert many[0] == "all [all 10000 ranks]"
+    assert many[-1] == "9985 other warnings, which are not shown [ranks 15-9999, 9985 of 10000]"
 
 
 def test_held_warnings_are_not_logged(quiet_logger, caplog):

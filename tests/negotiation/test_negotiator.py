@@ -84,6 +84,14 @@ def test_a_mismatch_names_every_rank_and_is_cleared_afterwards():
     ]
 
 
+def test_a_mismatch_of_many_ranks_is_a_short_text():
+    ranks = Ranks(star(1000))
+    for rank, negotiator in enumerate(ranks.negotiators):
+        negotiator.announce("a", signature_of([rank]))
+    [batch] = ranks.settle()
+    assert "float32 [7] on rank 7 and 992 others on ranks 8-999; submit" in batch.entries[0].error
+
+
 def test_a_mismatch_in_a_group_shows_only_the_different_tensors():
     ranks = Ranks(star(2))
     group = FOUR._replace(dtypes=FOUR.dtypes * 9, shapes=FOUR.shapes * 9, devices=("cpu",) * 9)
