@@ -152,10 +152,12 @@ class ParameterServer(ABC):
             self._messages.replies.send(source, ServerReply(clock, staleness))
 
     def _answer_waiting(self) -> None:
+        if not self._waiting:
+            return
+        first, least = self._roles.workers[0], min(self._clocks.values(), default=math.inf)
+        is_warm = self._clocks.get(first, math.inf) >= self.warmup
         for source, clock in [*self._waiting.items()]:
-            first = self._roles.workers[0]
-            is_warm = source == first or self._clocks.get(first, math.inf) >= self.warmup
-            if is_warm and min(self._clocks.values(), default=math.inf) >= clock - self._bound:
+            if (is_warm or source == first) and least >= clock - self._bound:
                 del self._waiting[source]
                 self._send_values(source, clock)
 

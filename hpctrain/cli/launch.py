@@ -60,6 +60,7 @@ class LaunchOptions:
         0, "K", "Start K more ranks that replace ranks that die.", "--spares", min=0
     )
     restart: int = option(0, "N", "Start again up to N times after a failure.", "--restart", min=0)
+    log_per_rank: bool = flag("Write a log file per rank instead of per host.", "--log-per-rank")
     tag_output: bool = flag("Prefix each line with its rank.", "--tag-output")
     no_bind: bool = flag("Do not bind ranks to cores.", "--no-bind")
     mpi_args: str | None = option(None, "WORDS", "More arguments for mpirun.", "--mpi-args")
@@ -70,6 +71,8 @@ class LaunchOptions:
         """Return the options of a launch on ``hosts`` by mpirun."""
         is_allocated = bool(env.scheduler())
         watched = {env.WATCHED: "1"} if self.restart else {}
+        if self.log_per_rank:
+            variables |= {config.variable_of("log_per_rank"): "1"}
         return mpiexec.Options(
             binding="none" if self.no_bind else "auto",
             tag_output=self.tag_output,

@@ -25,7 +25,7 @@ from hpctrain.core.lazy import postponed
 
 with postponed("hpctrain", "hpctrain.cli"):
     from hpctrain.cluster import env
-    from hpctrain.core import user_error
+    from hpctrain.core import logs, user_error
     from hpctrain.launch import pmi
 
 USAGE_ERROR = 2
@@ -188,12 +188,12 @@ def _report(error: Exception) -> None:
     """
     world = _world()
     folder = world.current().settings.log_dir if world is not None else None
-    log = folder / "rank-0.log" if folder else None
+    log = logs.file_in(folder, 0) if folder else None
     text = user_error.folded(error, log)
     if not text:
         raise error
     if log is not None:
-        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+        with suppress(OSError), logs.opened(log) as file:
             file.write("".join(traceback.format_exception(error)))
     sys.stderr.write(f"hpctrain: {text}\n")
 

@@ -3,6 +3,7 @@
 import builtins
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -70,6 +71,35 @@ def name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+_claims: list[socket.socket] = []
+
+
+def is_first(what: str) -> bool:
+    """Return True in the first process of this host that calls this function about ``what``.
+
+    Only processes with the same parent are compared: the ranks of a launch on this host, unless a
+    script starts each of them. The claim ends with the process. Returns False in later calls.
+    """
+    claim = claimed(what)
+    if claim is not None:
+        _claims.append(claim)  # open until the process ends
+    return claim is not None
+
+
+def claimed(what: str) -> socket.socket | None:
+    """Return a socket that no other process with the same parent has, while it is open, or None.
+
+    The name of the socket is in the abstract namespace of Linux, so no file remains.
+    """
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        found.bind(f"\0hpctrain {os.getuid()} {os.getppid()} {what}")
+    except OSError:  # in use
+        found.close()
+        return None
+    return found
 
 
 STOPPED = ("T", "t")

@@ -1,9 +1,10 @@
 """Process that ends all ranks of a node if a rank dies before MPI has started on all ranks.
 
 Under ``hpctrain launch --recover`` the launcher does not end the other ranks when a rank dies, and
-``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So each rank
-starts a process ``start_watch.py RANKS``, which counts the ranks of the node until its stdin is
-closed.
+``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So the first
+rank of each node that joins starts a process ``start_watch.py RANKS LAUNCHER``, which counts the
+ranks of the node until that rank has joined; ``MPI_Init`` returns on no rank before all ranks have
+called it.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FAILED = "a rank has died before all ranks had started"
-"""Message of the lowest surviving rank."""
 LOOK_S = 0.3  # interval of the counts
-GONE_S = 3.0  # time for ranks that have started MPI to close their stdin
+GONE_S = 3.0  # time between the join of the watching rank and the normal end of another rank
+_JOINED = b"joined"
 STARTED_S = 10.0  # time after which a launcher has started all ranks of a node
 _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI can continue after a rank died
 
@@ -27,37 +28,46 @@ _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI can continue after a rank di
 @contextlib.contextmanager
 def watched_start(num_ranks: int | None) -> Iterator[None]:
     """Kill this rank inside this context if one of the ``num_ranks`` ranks of its node dies."""
-    if not num_ranks or num_ranks == 1:
+    from hpctrain.cluster.process import claimed  # noqa: PLC0415 - not in the process that watches
+
+    claim = claimed("start watch") if num_ranks and num_ranks > 1 else None
+    if claim is None:
         yield
         return
-    line = [sys.executable, "-I", "-S", __file__, str(num_ranks)]
-    with subprocess.Popen(line, stdin=subprocess.PIPE):  # noqa: S603 - leaving closes stdin
+    line = [sys.executable, "-I", "-S", __file__, str(num_ranks), str(os.getppid())]
+    with claim:  # also open in the process that watches, until that process ends
+        watch = subprocess.Popen(  # noqa: S603
+            line, stdin=subprocess.PIPE, pass_fds=[claim.fileno()], start_new_session=True
+        )
+    try:
         yield
+    except BaseException:  # this rank may end now, and other ranks wait for it
+        assert watch.stdin is not None
+        watch.stdin.close()
+        raise
+    watch.communicate(_JOINED)
 
 
-def _watch(num_ranks: int) -> None:
-    rank, launcher = os.getppid(), _parent(os.getppid())
+def _watch(num_ranks: int, launcher: int) -> None:
     limit = time.monotonic() + STARTED_S  # ranks may be missing until this time
-    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+    watched = [sys.stdin]
+    while True:
+        if select.select(watched, [], [], LOOK_S)[0]:
+            if sys.stdin.buffer.read():
+                return
+            watched = []  # the rank that started this process has ended
         alive, now = _ranks_below(launcher), time.monotonic()
         if len(alive) == num_ranks:
             limit = now + GONE_S
-        if now < limit:
+        if alive and now < limit:
             continue
-        if rank == min(alive, default=rank):
+        if alive:
             left = f"{len(alive)} of {num_ranks} remain on {os.uname().nodename}"
             sys.stderr.write(f"hpctrain: {FAILED}, {left}; all ranks end\n")
-        else:
-            time.sleep(1.0)  # the lowest rank kills all other ranks, unless it is dead too
-            alive = [rank]
         for one in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
         return
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _ranks_below(launcher: int) -> list[int]:
@@ -72,4 +82,4 @@ def _ranks_below(launcher: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]))
+    _watch(int(sys.argv[1]), int(sys.argv[2]))

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hpctrain.core.errors import TopologyError
 from hpctrain.core.python_compat import Self
-from hpctrain.core.units import format_numbers
+from hpctrain.core.units import MAX_RUNS, format_numbers
 
 SHOWN = 8  # nodes listed in ``describe``
 
@@ -25,7 +26,7 @@ class RankFacts:
     scheduler: str = ""  # scheduler of the job; empty outside of jobs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """Nodes and hosts of all ranks, and the position of this rank.
 
@@ -107,7 +108,8 @@ class Topology:
         """
         if self.rank not in ranks:
             raise TopologyError(
-                f"a group must contain this rank, got {format_numbers(ranks)} on rank {self.rank}"
+                f"a group must contain this rank, got {format_numbers(ranks, MAX_RUNS)} on rank "
+                f"{self.rank}"
             )
         number = {rank: i for i, rank in enumerate(ranks)}
         nodes = sorted(
@@ -124,7 +126,7 @@ class Topology:
             core_peers=tuple(sorted(number[r] for r in self.core_peers if r in number)),
         )
 
-    @property
+    @cached_property
     def node(self) -> int:
         """Index of the node of this rank."""
         return next(i for i, ranks in enumerate(self.nodes) if self.rank in ranks)
@@ -149,7 +151,7 @@ class Topology:
         """Number of ranks on the node of this rank."""
         return len(self.node_ranks)
 
-    @property
+    @cached_property
     def host_ranks(self) -> list[int]:
         """World ranks of the host of this rank, which may contain several declared nodes."""
         host = self.hosts[self.node].partition("#")[0]
@@ -161,12 +163,11 @@ class Topology:
         """Index of this rank among the ranks of its host."""
         return self.host_ranks.index(self.rank)
 
-    @property
+    @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
         """World ranks with the local rank of this rank, one per node: the rail of this rank."""
-        return tuple(
-            ranks[self.local_rank] for ranks in self.nodes if len(ranks) > self.local_rank
-        )
+        local_rank = self.local_rank
+        return tuple(ranks[local_rank] for ranks in self.nodes if len(ranks) > local_rank)
 
     @property
     def cross_rank(self) -> int:
@@ -198,7 +199,8 @@ class Topology:
         sizes = sorted(set(map(len, self.nodes)))
         per_node = "-".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
         plural = "" if self.num_nodes == 1 else "s"
-        names = [f"{h}: {format_numbers(r)}" for h, r in zip(self.hosts, self.nodes, strict=True)]
+        nodes = zip(self.hosts, self.nodes, strict=True)
+        names = [f"{host}: {format_numbers(ranks, MAX_RUNS)}" for host, ranks in nodes]
         if len(names) > SHOWN:
             names[SHOWN - 1 : -1] = [f"... {len(names) - SHOWN} more ..."]
         cores = f"{format_numbers(self.cores)} of rank {self.rank}"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import MismatchError
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import format_numbers, format_ranks
 
 NUM_CALLS = 256
 TEXT_CHARS = 200  # longest description of a collective in reports to other ranks
@@ -69,7 +70,9 @@ class FlightRecorder:
 
     def new_stream(self, ranks: Sequence[int]) -> CallStream:
         """Return a stream for a communicator of these world ranks. Collective over them."""
-        who = format_ranks(ranks)
+        who, exact = format_ranks(ranks), format_numbers(ranks)
+        if not who.endswith(exact):  # several groups may have the same shortened name
+            who += f", checksum {crc32(exact.encode()):08x}"
         self._num_made[who] += 1
         number = self._num_made[who]
         name = who if number == 1 else f"{who} ({number})"

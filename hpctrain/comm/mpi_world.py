@@ -26,7 +26,7 @@ from hpctrain.comm.mpi_start import is_communicator
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.logs import logger
-from hpctrain.core.units import format_numbers
+from hpctrain.core.units import MAX_RUNS, format_numbers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -127,12 +127,12 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
         )
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise ConfigError(
-            f"ranks of init(comm=...) must be from 0 to {size - 1}, each once, got {ranks}"
+            f"ranks of init(comm=...) must be from 0 to {size - 1}, each once, got {ranks!s:.200}"
         )
     if rank not in ranks:
         raise ConfigError(
             f"the list of init(comm=...) must contain the calling rank, but rank {rank} is not in "
-            f"{format_numbers(ranks)}; call init() only on the ranks of the list"
+            f"{format_numbers(ranks, MAX_RUNS)}; call init() only on the ranks of the list"
         )
     return ranks
 

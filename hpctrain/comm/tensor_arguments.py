@@ -41,7 +41,7 @@ def check_group(ranks: Sequence[int], size: int) -> None:
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise CommError(
             f"a group must have one or more ranks from 0 to {size - 1}, each once, "
-            f"got {list(ranks)}"
+            f"got {list(ranks)!s:.200}"
         )
 
 

@@ -86,7 +86,9 @@ class Settings:
     trace: bool = False
     """Print one line per collective."""
     log_dir: Path | None = None
-    """Folder for a log file ``rank-N.log`` of each rank."""
+    """Folder for the log files: one per host, ``HOST.log``, with the rank in each line."""
+    log_per_rank: bool = False
+    """Write a log file ``rank-N.log`` for each rank; set by ``hpctrain launch --log-per-rank``."""
     records: Path | None = None
     """Folder in which ``hpctrain.record`` writes one file per rank; set by ``hpctrain study``."""
     stage_dir: Path | None = None

@@ -1,14 +1,17 @@
-"""The logger ``hpctrain``: tags lines by rank, writes a file per rank, merges equal warnings.
+"""The logger ``hpctrain``: tags lines by rank, writes a file per host, merges equal warnings.
 
 This module does not use MPI: ``runtime/world`` passes the rank and gathers held warnings.
 """
 
 import logging
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 
+from hpctrain.core import config
 from hpctrain.core.units import format_ranks
 
 logger = logging.getLogger("hpctrain")
@@ -23,14 +26,15 @@ def warn_once(text: str) -> None:
 _PLAIN = "hpctrain: %(message)s"
 _IN_FILE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OF_ALL = {"of_all_ranks": True}
+MAX_TEXTS = 16  # maximum number of different warnings of all ranks that are printed
 
 
 def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
     """Configure the logger of this process; a second call replaces the first.
 
     Each line is tagged with the rank. Records of ``level`` and above are printed to stderr, unless
-    the program has handlers on the root logger. With ``log_dir`` the rank also writes
-    ``log_dir/rank-N.log``.
+    the program has handlers on the root logger. With ``log_dir`` the rank also appends to the file
+    of ``file_in``, which its first record creates.
     """
     threshold = logging.getLevelName(level.upper())
     for old in [h for h in logger.handlers if isinstance(h, (_Console, _RankFile))]:
@@ -43,10 +47,27 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
     console.setFormatter(_Tagged(_PLAIN, rank=rank if size > 1 else None))
     logger.addHandler(console)
     if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        file = _RankFile(log_dir / f"rank-{rank}.log", encoding="utf-8", delay=True)
-        file.setFormatter(logging.Formatter(_IN_FILE))
+        file = _RankFile(file_in(log_dir, rank), delay=True)
+        file.setFormatter(_Tagged(_IN_FILE, rank=rank if size > 1 else None))
         logger.addHandler(file)
+
+
+def file_in(folder: Path, rank: int) -> Path:
+    """Return the log file of a rank: that of this host, to which all its ranks append.
+
+    With ``HPCTRAIN_LOG_PER_RANK`` each rank has its own file.
+    """
+    name = f"rank-{rank}" if config.setting("log_per_rank") else platform.node()
+    return folder / f"{name}.log"
+
+
+def opened(file: Path) -> TextIOWrapper:
+    """Open a log file to append text; create its folder if it is missing.
+
+    Up to 64 KiB are written at once, so that lines of different ranks do not mix.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file.open("a", buffering=1 << 16, encoding="utf-8")
 
 
 @contextmanager
@@ -79,7 +100,11 @@ def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
         for text in dict.fromkeys(messages):
             ranks_of.setdefault(text, []).append(rank)
     size = len(messages_by_rank)
-    return [f"{text}{_whose(ranks, size)}" for text, ranks in ranks_of.items()]
+    texts = [f"{text}{_whose(ranks, size)}" for text, ranks in ranks_of.items()]
+    if rest := {rank for ranks in [*ranks_of.values()][MAX_TEXTS:] for rank in ranks}:
+        more = f"{len(texts) - MAX_TEXTS} other warnings, which are not shown"
+        texts[MAX_TEXTS:] = [f"{more}{_whose(sorted(rest), size)}"]
+    return texts
 
 
 def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
@@ -120,7 +145,10 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _RankFile(logging.FileHandler):
-    """Handler that writes the log file of this rank."""
+    """Handler that appends to the log file, which the first record creates."""
+
+    def _open(self) -> TextIOWrapper:
+        return opened(Path(self.baseFilename))
 
 
 class _Holder(logging.Handler):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 from hpctrain.core.errors import ConfigError
 
@@ -90,19 +90,27 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s"
 
 
-def format_numbers(numbers: Iterable[int]) -> str:
-    """Return a set of cores or ranks as text in the format of the kernel: ``0-3,8``."""
-    runs = [
-        [number for _, number in group]
-        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    ]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+MAX_RUNS, MAX_MESSAGES = 8, 8
+"""Maximum number of ranges of ranks, and of different messages, in a text."""
+
+
+def format_numbers(numbers: Iterable[int], max_runs: int | None = None) -> str:
+    """Return a set of cores or ranks as text in the format of the kernel: ``0-3,8``.
+
+    The text has at most ``max_runs`` ranges of consecutive numbers: ``0,2,4 and 97 more``.
+    """
+    groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    hidden = [] if max_runs is None else runs[max_runs:]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    more = f" and {sum(map(len, hidden))} more" if hidden else ""
+    return ",".join(texts[:max_runs]) + more
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return a set of ranks as text: ``rank 3``, ``ranks 0-3,8``."""
+    """Return a set of ranks as text: ``rank 3``, ``ranks 0-3,8``, ``ranks 0,2,4 and 97 more``."""
     listed = list(ranks)
-    return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed)}"
+    return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed, MAX_RUNS)}"
 
 
 def by_rank(messages: Sequence[str | None]) -> str:
@@ -111,4 +119,9 @@ def by_rank(messages: Sequence[str | None]) -> str:
     for rank, message in enumerate(messages):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
-    return "; ".join(f"{format_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())
+    texts = [f"{format_ranks(ranks)}: {message}" for message, ranks in ranks_of.items()]
+    if rest := list(chain.from_iterable([*ranks_of.values()][MAX_MESSAGES:])):
+        texts[MAX_MESSAGES:] = [
+            f"{format_ranks(rest)}: {len(texts) - MAX_MESSAGES} other messages"
+        ]
+    return "; ".join(texts)

@@ -50,8 +50,8 @@ class Report(NamedTuple):
     joins: Sequence[int] = ()
     """Ranks that have joined, in the order of arrival."""
     all_joined: bool = False  # whether all of these ranks have joined
-    questions: Sequence[object] = ()
-    answers: Sequence[tuple[int, object]] = ()
+    questions: Sequence[Any] = ()
+    answers: Sequence[object] = ()
 
 
 def pack(kind: int, value: object) -> bytes:

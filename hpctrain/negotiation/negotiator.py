@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.core.errors import CommError
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import MAX_MESSAGES, format_ranks
 from hpctrain.negotiation import messages
 from hpctrain.negotiation.messages import Entry, OperationBatch, Part, Report, bits_of
 from hpctrain.negotiation.pending_table import NUM_SLOTS, OWN, PendingTable, ResponseCache
@@ -15,44 +15,79 @@ if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Tree
 
 
+class RelayedQuestion(Protocol):
+    """Question to all ranks; any picklable object with these members."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the question. The root sends the next question of a kind after ``finish``."""
+
+    def merged(self, other: Any) -> Any:
+        """Return a question for this question and ``other``, of the same kind."""
+
+    def without(self, other: Any) -> Any:
+        """Return what ``other``, of the same kind, does not ask; None if it asks everything."""
+
+
 class QuestionRelay:
     """Sends questions of any rank to all ranks, and the answers of all ranks to the root.
 
     A question is, for example, whether a rank has submitted an operation that other ranks wait
     for. Questions pass through the root, which determines their order, so the order is the same on
-    all ranks. Questions and answers may be any picklable objects. Any thread may append to
-    ``asked``; everything else is not thread-safe.
-
-    Args:
-        rank: this rank.
+    all ranks. Often all ranks ask the same question within a second: so each rank sends at most
+    one question of each kind to its parent until the next question of that kind from the root, and
+    merges those that it receives meanwhile. Answers may be any picklable objects. Any thread may
+    append to ``asked``; everything else is not thread-safe.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.asked = deque[object]()
+    def __init__(self) -> None:
+        self.asked = deque[RelayedQuestion]()
         """Questions of this rank and the ranks below that are not sent yet."""
-        self.answers: list[tuple[int, object]] = []
-        """Answers of this rank and the ranks below, with the rank; on the root of all ranks."""
-        self.questions: list[object] = []
+        self.answers: list[object] = []
+        """Answers to send to the parent."""
+        self.questions: list[RelayedQuestion] = []
         """Questions from the root."""
+        self.received: list[object] = []
+        """Answers of the children."""
+        self._in_flight: dict[str, RelayedQuestion] = {}
+        """By kind, the question that was sent to the root, or from the root."""
+        self._held: dict[str, RelayedQuestion] = {}
+        """By kind, the merged questions that are sent after the question in flight."""
 
-    def answer(self, answer: object) -> None:
-        """Store the answer of this rank, to send it to the root."""
-        self.answers.append((self._rank, answer))
+    def take_asked(self) -> list[RelayedQuestion]:
+        """Remove and return the questions to send to the root, or, on the root, to all ranks."""
+        for _ in range(len(self.asked)):  # other threads may append
+            question = self.asked.popleft()
+            held = self._held.get(question.kind)
+            self._held[question.kind] = question if held is None else held.merged(question)
+        ready = self._held.keys() - self._in_flight.keys()
+        sent = {kind: self._held.pop(kind) for kind in sorted(ready)}
+        self._in_flight |= sent
+        return [*sent.values()]
 
-    def take_asked(self) -> list[object]:
-        """Remove and return the questions to send to the root."""
-        return [self.asked.popleft() for _ in range(len(self.asked))]  # other threads may append
+    def take_received(self) -> list[object]:
+        """Remove and return the answers of the children."""
+        received, self.received = self.received, []
+        return received
 
-    def take_answers(self) -> list[tuple[int, object]]:
-        """Remove and return the stored answers."""
-        answers, self.answers = self.answers, []
-        return answers
-
-    def take_questions(self) -> list[object]:
+    def take_questions(self) -> list[RelayedQuestion]:
         """Remove and return the questions from the root."""
         questions, self.questions = self.questions, []
         return questions
+
+    def receive(self, questions: Sequence[RelayedQuestion]) -> None:
+        """Store questions from the root."""
+        self.questions += questions
+        for question in questions:
+            self.finish(question)
+
+    def finish(self, question: RelayedQuestion) -> None:
+        """Send later questions of this kind. The root calls this after it has the answers."""
+        self._in_flight.pop(question.kind, None)
+        held = self._held.pop(question.kind, None)
+        rest = None if held is None else held.without(question)
+        if rest is not None:
+            self.asked.appendleft(rest)
 
 
 class Negotiator:
@@ -77,8 +112,8 @@ class Negotiator:
         self._sources = {child: place for place, child in enumerate(tree.children, OWN + 1)}
         self.cache = ResponseCache(num_slots)
         """The numbers of operations."""
-        self.relay = QuestionRelay(tree.rank)
-        """Questions to all ranks; their answers remain on the root."""
+        self.relay = QuestionRelay()
+        """Questions to all ranks, and answers to the parent."""
         self._pending = PendingTable(tree.rank, len(tree.children), self.cache)
         self._announced: dict[str, int] = {}  # numbers, or -1, in the order of announcement
         self._own_slots: list[int] = []  # numbers announced but not yet in the table
@@ -158,7 +193,7 @@ class Negotiator:
             if kind == messages.DECISION:
                 self._apply(*messages.unpack(message))
             elif kind == messages.QUESTIONS:
-                self.relay.questions += messages.unpack(message)
+                self.relay.receive(messages.unpack(message))
             else:
                 self._apply_slots(message, messages.unpack_slots(message))
 
@@ -173,8 +208,9 @@ class Negotiator:
                 self._decide()
             if relay.asked:  # after the decision: a question may fail undecided operations
                 questions = relay.take_asked()
-                self._send_down(messages.pack(messages.QUESTIONS, questions))
-                relay.questions += questions
+                if questions:
+                    self._send_down(messages.pack(messages.QUESTIONS, questions))
+                    relay.questions += questions
         elif self._is_changed or relay.asked or relay.answers:
             self._report()
         out, self._out = self._out, []
@@ -198,7 +234,7 @@ class Negotiator:
         if report.all_joined:
             self._pending.join(source)
         self.relay.asked += report.questions
-        self.relay.answers += report.answers
+        self.relay.received += report.answers
 
     def _report(self) -> None:
         """Report to the parent the operations that all ranks of this subtree have announced."""
@@ -207,7 +243,8 @@ class Negotiator:
         self._is_changed = False
         bits, names = self._pending.take()
         all_joined = False not in self._pending.joined and not self._is_join_reported
-        if not (names or all_joined or self._joins or relay.asked or relay.answers):
+        asked, answers = relay.take_asked(), relay.answers
+        if not (names or all_joined or self._joins or asked or answers):
             if bits:
                 self._out.append((parent, messages.pack_bits(bits)))
             return
@@ -215,7 +252,7 @@ class Negotiator:
         if (names or all_joined) and not self._is_introduced:
             ranks = tuple(rank for some in self._pending.ranks for rank in some)
             self._is_introduced = True
-        asked, answers = relay.take_asked(), relay.take_answers()
+        relay.answers = []
         report = Report(bits, names, ranks, self._joins, all_joined, asked, answers)
         self._out.append((parent, messages.pack(messages.REPORT, tuple(report))))
         self._is_join_reported |= all_joined
@@ -298,12 +335,16 @@ def disagreement(name: str, given: Given) -> str:
     texts = [signature.describe() for signature in signatures]
     if len(set(texts)) < len(texts):
         texts = [str(tuple(signature)) for signature in signatures]
-    sides = " and ".join(
+    sides = [
         f"{text} on {format_ranks(ranks)}"
         for text, (_, ranks) in zip(texts, given, strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
+    if rest := [rank for _, ranks in given[MAX_MESSAGES:] for rank in ranks]:
+        num_more = len(sides) - MAX_MESSAGES
+        sides[MAX_MESSAGES:] = [f"{num_more} others on {format_ranks(rest)}"]
+    got = f"{' and '.join(sides)}{note}"
     return (
-        f'operation "{name}" must be the same on all ranks, got {sides}{note}; submit it with the '
+        f'operation "{name}" must be the same on all ranks, got {got}; submit it with the '
         f"same kind, dtype, shape, op, factors, root rank and device on every rank, or give "
         f"different operations different names"
     )

@@ -9,7 +9,7 @@ from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import neutral_request
 from hpctrain.negotiation.request import Driver, Handle, Kind, Repeated, Request, TensorHandle
-from hpctrain.negotiation.stall import Answer, Question, StallWatch
+from hpctrain.negotiation.stall import Answers, Question, StallWatch
 from hpctrain.negotiation.submission_queue import CLOSE, JOIN, SubmissionQueue
 
 if TYPE_CHECKING:
@@ -29,6 +29,18 @@ class BreakOff(NamedTuple):
     """A control message that makes all pending operations fail on all ranks."""
 
     reason: str
+
+    @property
+    def kind(self) -> str:
+        """Kind of the message, for ``QuestionRelay``."""
+        return "break-off"
+
+    def merged(self, _: "BreakOff") -> "BreakOff":
+        """Return this message: the first one makes all operations fail."""
+        return self
+
+    def without(self, _: "BreakOff") -> None:
+        """Return None: a second message has no effect."""
 
 
 class ProgressEngine:
@@ -72,6 +84,7 @@ class ProgressEngine:
         self._is_closed = False  # whether other ranks closed the set after this rank joined
         self._executing: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
+        stalls.num_children = len(self.post.tree.children)
         self.world_rank = stalls.world_rank
 
     def has_work(self) -> bool:
@@ -161,7 +174,7 @@ class ProgressEngine:
     def check_stalls(self) -> None:
         """Log finished stall reports, and ask other ranks about operations that wait for long."""
         now = time.monotonic()
-        self._stalls.log_reports(now)
+        self._exchange_answers(now, partial=True)
         question = self._stalls.due(now, self.queue.oldest())
         if question is not None:
             self.questions.append(question)
@@ -349,8 +362,8 @@ class ProgressEngine:
         return found
 
     def _answer_questions(self) -> bool:
-        """Answer questions of other ranks; on the root rank, store the answers."""
-        relay, queue = self._negotiator.relay, self.queue
+        """Answer questions of other ranks; merge the answers of the ranks below."""
+        relay, queue, now = self._negotiator.relay, self.queue, time.monotonic()
         questions = relay.take_questions()
         for question in questions:
             if isinstance(question, BreakOff):
@@ -359,10 +372,22 @@ class ProgressEngine:
                 self.fail_all(self.broken)
             else:
                 assert isinstance(question, Question)
-                now, joined = time.monotonic(), bool(queue.joining)
-                relay.answer(self._stalls.answer_to(now, question, queue.oldest(), joined=joined))
-        for number, answer in relay.take_answers() if self._negotiator.is_root else ():
-            assert isinstance(answer, Answer)
-            self._stalls.take(number, answer)
-            self._stalls.log_reports(time.monotonic())
-        return bool(questions)
+                joined = bool(queue.joining)
+                self._stalls.answer_to(now, question, queue.oldest(), joined=joined)
+        if questions or relay.received:
+            self._exchange_answers(now)
+        return bool(questions or relay.answers)
+
+    def _exchange_answers(self, now: float, *, partial: bool = False) -> None:
+        """Merge the answers of the children; pass answers to the parent; log the reports.
+
+        ``partial`` is True once a second; the root then sends its next question.
+        """
+        relay = self._negotiator.relay
+        for answers in relay.take_received():
+            assert isinstance(answers, Answers)
+            self._stalls.take(answers)
+        relay.answers += self._stalls.for_parent(now, partial=partial)
+        self._stalls.log_reports(now)
+        for question in self._stalls.take_finished() if partial else ():
+            relay.finish(question)

@@ -1,7 +1,8 @@
 """Stall inspector, which reports operations that some ranks have not submitted.
 
-A rank that has waited for long sends a question to all ranks through the root. The root collects
-the answers and logs a report with the stacks of the ranks that are missing.
+A rank that has waited for long sends a question to all ranks through the root. Each rank of the
+tree merges the answers of the ranks below it, so that the root receives a few messages from any
+number of ranks. The root logs a report with the stacks of the ranks that are missing.
 """
 
 import logging
@@ -11,10 +12,9 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from typing import NamedTuple
@@ -23,6 +23,7 @@ import hpctrain
 from hpctrain.comm.flight_recorder import FlightRecorder, is_collective
 from hpctrain.core.config import Settings
 from hpctrain.core.units import format_ranks
+from hpctrain.negotiation.messages import slots_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,18 +39,60 @@ class Question(NamedTuple):
     ages_s: dict[str, float]  # seconds for which that rank has waited, by operation
     is_final: bool  # whether all ranks end after the report
 
+    @property
+    def kind(self) -> str:
+        """Only one question of each kind is answered at a time."""
+        return "final question" if self.is_final else "question"
 
-class Answer(NamedTuple):
-    """Answer of a rank to a question."""
+    def without(self, other: "Question") -> "Question | None":
+        """Return a question about the operations that are not in ``other``; None without any."""
+        ages_s = {name: age_s for name, age_s in self.ages_s.items() if name not in other.ages_s}
+        return self._replace(ages_s=ages_s) if ages_s else None
+
+    def merged(self, other: "Question") -> "Question":
+        """Return a question about the operations of both, at most ``MAX_NAMES``."""
+        ages_s = {**other.ages_s, **self.ages_s}
+        if len(ages_s) > MAX_NAMES:
+            ages_s = {name: ages_s[name] for name in _eldest(ages_s)}
+        return self._replace(ages_s=ages_s)
+
+
+class Place(NamedTuple):
+    """Activity of a rank that lacks an operation."""
+
+    last: str  # last collective of the rank
+    others: tuple[str, ...]  # some operations that the rank has submitted
+    stack: str  # stack of its main thread
+
+
+@dataclass(slots=True)
+class Answers:
+    """Merged answers of ranks to a question; a set of ranks is an integer with a bit per rank."""
 
     key: tuple[int, int]
-    waiting: tuple[str, ...]
-    """Operations of the question that this rank has submitted and waits for."""
-    lacking: tuple[str, ...]  # operations of the question that it has not submitted
-    others: tuple[str, ...]  # some other operations that it has submitted
-    last: str  # last collective of the rank
-    last_ago_s: float | None  # age of that collective; None without one
-    stack: str  # stack of its main thread; empty if ``lacking`` is
+    ranks: int  # ranks that have answered
+    waiting: dict[str, int]
+    """Ranks that have submitted an operation and wait for it, by name."""
+    lacking: dict[str, int]  # ranks that have not submitted an operation, by name
+    places: dict[Place, tuple[int, float]]
+    """Ranks at each of the first ``MAX_LINES`` places, and the age of their last collective in
+    seconds, or -1 without one."""
+    elsewhere: int = 0  # ranks at further places
+    is_complete: bool = False  # whether the subtree of the sender sends no further answers
+
+    def add(self, other: "Answers") -> None:
+        """Add the answers of other ranks."""
+        self.ranks |= other.ranks
+        self.elsewhere |= other.elsewhere
+        for mine, theirs in ((self.waiting, other.waiting), (self.lacking, other.lacking)):
+            for name, ranks in theirs.items():
+                mine[name] = mine.get(name, 0) | ranks
+        for place, (ranks, ago_s) in other.places.items():
+            if place in self.places or len(self.places) < MAX_LINES:
+                known, known_ago_s = self.places.get(place, (0, -1.0))
+                self.places[place] = known | ranks, max(known_ago_s, ago_s)
+            else:
+                self.elsewhere |= ranks
 
 
 class SetMember(NamedTuple):
@@ -61,11 +104,12 @@ class SetMember(NamedTuple):
 
 @dataclass(slots=True)
 class Inquiry:
-    """A question, with the answers received so far by rank in the process set."""
+    """A question, and the merged answers of this rank and the ranks below it."""
 
     question: Question
     until: float  # deadline of the answers
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: Answers  # on the root all answers, on other ranks those not yet sent to the parent
+    num_missing: int  # number of children whose subtrees have not answered completely
 
 
 def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = math.inf) -> str:
@@ -74,19 +118,18 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = ma
     The report is empty if no operation is stalled any more. ``abort_s`` is the age of an operation
     after which all ranks end.
     """
-    silent = [number for number in range(len(members)) if number not in inquiry.answers]
+    answers = inquiry.answers
+    silent = ((1 << len(members)) - 1) & ~answers.ranks
     lines = _operations(inquiry, members, silent)
     if not lines:
         return ""
-    by_activity: dict[Hashable, list[int]] = {}
-    for number, answer in sorted(inquiry.answers.items()):
-        if answer.lacking:
-            by_activity.setdefault((answer.last, answer.others, answer.stack), []).append(number)
-    groups = list(by_activity.values())
-    for numbers in groups[:MAX_LINES]:
-        lines += _activity(numbers, inquiry.answers, members)
-    if rest := list(chain.from_iterable(groups[MAX_LINES:])):
-        lines.append(f"  {_on_hosts(rest, members)}: at other places, which are not shown")
+    places = sorted(answers.places.items(), key=lambda place: slots_of(place[1][0])[0])
+    for place, (ranks, ago_s) in places:
+        lines += _activity(place, ago_s, _on_hosts(ranks, members))
+    if answers.elsewhere:
+        lines.append(
+            f"  {_on_hosts(answers.elsewhere, members)}: at other places, which are not shown"
+        )
     if silent:
         lines.append(f"  {_on_hosts(silent, members)}: no answer; {_SILENT}")
     lines.append(_consequence(inquiry.question, abort_s))
@@ -100,9 +143,9 @@ def unanswered(
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
         f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on '
-        f"{_on_hosts([number], members)}; "
+        f"{_on_hosts(1 << number, members)}; "
         f'the ranks that have not submitted "{eldest}" are unknown, because '
-        f"{_on_hosts([0], members)}, or a rank between the two in the tree of ranks, does not "
+        f"{_on_hosts(1, members)}, or a rank between the two in the tree of ranks, does not "
         f"answer: {_SILENT}\n{_consequence(question, abort_s)}"
     )
 
@@ -117,12 +160,12 @@ def _consequence(question: Question, abort_s: float) -> str:
     return f"the ranks continue to wait; {ends}; HPCTRAIN_STALL_S=SECONDS delays this report"
 
 
-def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
+def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: int) -> list[str]:
     """Return a line for each operation that some ranks wait for and other ranks did not submit."""
     lines = []
     for name, age_s in inquiry.question.ages_s.items():
-        waiting = [n for n, answer in inquiry.answers.items() if name in answer.waiting]
-        lacking = [n for n, answer in inquiry.answers.items() if name in answer.lacking] + silent
+        waiting = inquiry.answers.waiting.get(name, 0)
+        lacking = inquiry.answers.lacking.get(name, 0) | silent
         if waiting and lacking:
             lines.append(
                 f'"{name}" has waited {age_s:.0f} s: submitted by '
@@ -133,30 +176,32 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int
     return lines
 
 
-def _activity(
-    numbers: Sequence[int], answers: Mapping[int, Answer], members: Sequence[SetMember]
-) -> list[str]:
-    """Return the lines about a group of ranks with the same stack."""
-    answer = answers[numbers[0]]
-    text = f"  {_on_hosts(numbers, members)}: last collective: {answer.last}"
-    if answer.last_ago_s is not None:
-        text += f", {answer.last_ago_s:.0f} s ago"
-    if answer.others:
-        text += f"; waits for {', '.join(answer.others)}"
+def _activity(place: Place, ago_s: float, where: str) -> list[str]:
+    """Return the lines about the ranks at one place."""
+    text = f"  {where}: last collective: {place.last}"
+    if ago_s >= 0:
+        text += f", {ago_s:.0f} s ago"
+    if place.others:
+        text += f"; waits for {', '.join(place.others)}"
     return [
         f"{text}; its main thread is at",
-        *(f"    {line}" for line in answer.stack.splitlines()),
+        *(f"    {line}" for line in place.stack.splitlines()),
     ]
 
 
-def _ranks(numbers: Iterable[int], members: Sequence[SetMember]) -> str:
-    return format_ranks(sorted(members[number].rank for number in numbers))
+def _eldest(ages_s: Mapping[str, float]) -> list[str]:
+    """Return the names of the oldest operations, the oldest first."""
+    return sorted(ages_s, key=ages_s.__getitem__, reverse=True)[:MAX_NAMES]
 
 
-def _on_hosts(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
-    hosts = sorted({members[number].host for number in numbers})
+def _ranks(ranks: int, members: Sequence[SetMember]) -> str:
+    return format_ranks(members[number].rank for number in slots_of(ranks))
+
+
+def _on_hosts(ranks: int, members: Sequence[SetMember]) -> str:
+    hosts = sorted({members[number].host for number in slots_of(ranks)})
     where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
-    return f"{_ranks(numbers, members)} on {where}"
+    return f"{_ranks(ranks, members)} on {where}"
 
 
 MAX_FRAMES = 10  # maximum number of lines of a stack, innermost kept
@@ -255,6 +300,9 @@ class StallWatch:
         recorder: records unnamed collectives, whose stalls are reported, too.
     """
 
+    num_children = 0
+    """Children of this rank in the tree of ranks; set before the first question arrives."""
+
     def __init__(
         self,
         settings: Settings,
@@ -274,14 +322,17 @@ class StallWatch:
         self._asked: dict[str, tuple[float, float]] = {}
         """Time of submission of each operation, and its age at the next question."""
         self._num_questions = 0
-        self._unanswered: dict[tuple[int, int], tuple[Question, float]] = {}
+        self._unanswered: tuple[Question, float] | None = None
+        """Last question of this rank since the last one from the root, and its deadline."""
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
+        self._finished: list[Question] = []
 
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
         """Return a question if operations have waited for long, else None.
 
         The caller calls this method about once a second. A question is repeated when the wait has
-        doubled, but not shortly before the age at which all ranks end.
+        doubled and the time for the answers is over, but not shortly before the age at which all
+        ranks end.
 
         Args:
             now: ``time.monotonic()``.
@@ -296,53 +347,54 @@ class StallWatch:
         }
         if not late:
             return None
-        eldest = sorted(late, key=late.__getitem__, reverse=True)[:MAX_NAMES]
-        ages_s = {name: late[name] for name in eldest}
-        self._mark(ages_s, oldest)
+        ages_s = {name: late[name] for name in _eldest(late)}
+        self._mark(now, ages_s, oldest)
         self._num_questions += 1
         is_final = max(ages_s.values()) >= self._abort_s
         question = Question((self._number, self._num_questions), ages_s, is_final)
-        self._unanswered[question.key] = (question, now + self.answer_s)
+        if self._unanswered is None or is_final > self._unanswered[0].is_final:
+            # The root may first collect the answers to another question.
+            self._unanswered = question, now + 2 * self.answer_s
         return question
 
     def answer_to(
         self, now: float, question: Question, oldest: Mapping[str, float], *, joined: bool = False
-    ) -> Answer:
-        """Return the answer to a question, also to this rank's own question.
+    ) -> None:
+        """Store the answer of this rank to a question, also to this rank's own question.
 
         Questions of this rank about the same operations are postponed. A rank that has
         ``joined`` contributes to every named operation, so no named operation is missing.
         """
         oldest = {**oldest, **self._recorder.waiting()}
-        self._mark(question.ages_s, oldest)
-        self._unanswered.pop(question.key, None)
-        names = question.ages_s
-        if self._number == 0 and not self._is_known(question):
-            self._inquiries[question.key] = Inquiry(question, until=now + self.answer_s)
-        last, last_ago_s = self._last()
+        self._mark(now, question.ages_s, oldest)
+        self._unanswered = None  # the root answers
+        names, own = question.ages_s, 1 << self._number
         lacks = self._recorder.lacks
-        lacking = tuple(
-            name
+        lacking = {
+            name: own
             for name in names
             if name not in oldest and (lacks(name) if is_collective(name) else not joined)
-        )
+        }
         if any(map(is_collective, names)):
             self._write_calls()
-        return Answer(
+        last, ago_s = self._last()
+        others = tuple(name for name in oldest if name not in names)[:_OTHERS]
+        answers = Answers(
             key=question.key,
-            waiting=tuple(name for name in names if name in oldest),
+            ranks=own,
+            waiting={name: own for name in names if name in oldest},
             lacking=lacking,
-            others=tuple(name for name in oldest if name not in names)[:_OTHERS],
-            last=last,
-            last_ago_s=last_ago_s,
-            stack=main_stack() if lacking else "",
+            places={Place(last, others, main_stack()): (own, ago_s)} if lacking else {},
         )
+        until = now + self.answer_s
+        self._inquiries[question.key] = Inquiry(question, until, answers, self.num_children)
 
-    def _last(self) -> tuple[str, float | None]:
-        """Return the last collective, named or unnamed, and its age in seconds."""
+    def _last(self) -> tuple[str, float]:
+        """Return the last collective, named or unnamed, and its age in seconds, or -1."""
         named, recorded = self.last_call.describe(), self._recorder.last()
         ages_s = [math.inf if ago_s is None else ago_s for _, ago_s in (named, recorded)]
-        return recorded if ages_s[1] < ages_s[0] else named
+        last, ago_s = recorded if ages_s[1] < ages_s[0] else named
+        return last, -1.0 if ago_s is None else ago_s
 
     def _write_calls(self) -> None:
         """Write the last collectives of this rank to the log directory."""
@@ -352,10 +404,34 @@ class StallWatch:
                 file = self._log_dir / f"collectives-{rank}.txt"
                 file.write_text(self._recorder.report(), encoding="utf-8")
 
-    def take(self, number: int, answer: Answer) -> None:
-        """On the root, store the answer of rank ``number``."""
-        if answer.key in self._inquiries:
-            self._inquiries[answer.key].answers[number] = answer
+    def take(self, answers: Answers) -> None:
+        """Add the answers of a child, and of ranks below it."""
+        inquiry = self._inquiries.get(answers.key)
+        if inquiry is not None:
+            inquiry.answers.add(answers)
+            inquiry.num_missing -= answers.is_complete
+
+    def for_parent(self, now: float, *, partial: bool = False) -> list[Answers]:
+        """Remove and return the answers to send to the parent.
+
+        Answers are sent when all ranks below have answered, and, with ``partial``, also when some
+        have. The caller passes ``partial`` about once a second.
+        """
+        found = []
+        for key, inquiry in [*self._inquiries.items()] if self._number else ():
+            answers = inquiry.answers
+            answers.is_complete = not inquiry.num_missing
+            if answers.is_complete or (partial and answers.ranks):
+                found.append(answers)
+                inquiry.answers = Answers(key, 0, {}, {}, {})
+            if answers.is_complete or now >= inquiry.until:
+                del self._inquiries[key]
+        return found
+
+    def take_finished(self) -> list[Question]:
+        """Remove and return the questions that ``reports`` has reported on the root."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def log_reports(self, now: float) -> None:
         """Log the finished reports; after a final report, end all ranks."""
@@ -370,32 +446,27 @@ class StallWatch:
         On the root, a report is finished when all ranks have answered or the time for answers is
         over. On any rank, a question that the root has not forwarded in time gives a report.
         """
-        lost = [question for question, until in self._unanswered.values() if now >= until]
-        for question in lost:
-            del self._unanswered[question.key]
-        over = [
-            key
-            for key, inquiry in self._inquiries.items()
-            if len(inquiry.answers) == len(self._members) or now >= inquiry.until
-        ]
-        inquiries = [self._inquiries.pop(key) for key in over]
-        members, abort_s = self._members, self._abort_s
-        texts = [(unanswered(e, self._number, members, abort_s), e.is_final) for e in lost]
-        texts += [(describe(e, members, abort_s), e.question.is_final) for e in inquiries]
+        members, abort_s, texts = self._members, self._abort_s, []
+        if self._unanswered is not None and now >= self._unanswered[1]:
+            (lost, _), self._unanswered = self._unanswered, None
+            texts.append((unanswered(lost, self._number, members, abort_s), lost.is_final))
+        for key, inquiry in [*self._inquiries.items()] if self._number == 0 else ():
+            if inquiry.answers.ranks.bit_count() == len(members) or now >= inquiry.until:
+                del self._inquiries[key]
+                self._finished.append(inquiry.question)
+                text = describe(inquiry, members, abort_s)
+                texts.append((text, inquiry.question.is_final))
         return [(text, is_final) for text, is_final in texts if text]
 
     def _is_due(self, name: str, age_s: float) -> bool:
         return age_s >= (self._asked[name][1] if name in self._asked else self._first_s)
 
-    def _mark(self, ages_s: Mapping[str, float], oldest: Mapping[str, float]) -> None:
-        for name, age_s in ages_s.items():
+    def _mark(self, now: float, ages_s: Mapping[str, float], oldest: Mapping[str, float]) -> None:
+        """Postpone questions of this rank about operations of a question."""
+        for name in ages_s:
             if name in oldest:
-                is_last = age_s < self._abort_s < 3 * age_s  # the next question is the final one
-                again_s = self._abort_s if is_last else 2 * age_s
-                self._asked[name] = (oldest[name], again_s)
-
-    def _is_known(self, question: Question) -> bool:
-        return not question.is_final and any(
-            question.ages_s.keys() <= inquiry.question.ages_s.keys()
-            for inquiry in self._inquiries.values()
-        )
+                age_s = max(ages_s[name], now - oldest[name])
+                again_s = max(2 * age_s, age_s + 2 * self.answer_s)
+                # The next question is the final one, if it would be sent shortly before.
+                is_last = age_s < self._abort_s < max(3 * age_s, again_s)
+                self._asked[name] = (oldest[name], self._abort_s if is_last else again_s)

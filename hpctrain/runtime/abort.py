@@ -4,10 +4,9 @@ import atexit
 import contextlib
 import faulthandler
 import io
+import math
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,9 @@ from hpctrain.cluster import env, process
 from hpctrain.cluster.env import ENDING, RANK_LOST
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_start import is_loss
+from hpctrain.comm.node.kernel import library
 from hpctrain.comm.survivors import failed
+from hpctrain.core import logs
 from hpctrain.core.errors import LaunchError, RankLostError
 from hpctrain.core.units import format_ranks
 from hpctrain.core.user_error import folded, user_lines
@@ -37,8 +38,8 @@ INTERRUPTED = 130
 
 ABORT_S = 2.0  # longest wait for ``MPI_Abort`` before the process exits
 ROOT_PRINTS_S = 5.0  # time for rank 0 to print an error and for its launcher to end all
-STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
-"""Delays in rank order before an error is printed: the first abort ends all other ranks."""
+STAGGER_S, OF_HOST_S = 1.0, 5.0
+"""Delays before an error is printed, see ``turn_s``."""
 
 
 def leave(
@@ -63,6 +64,19 @@ def leave(
         return presence.wait_for_end(compare)
     except BaseException as error:  # at exit Python would only print the error
         hooks.end(error)
+
+
+def turn_s(rank: int, *, is_first: bool) -> float:
+    """Return the seconds to wait before this rank prints its error and ends all ranks.
+
+    The first abort ends all other ranks. Rank 0 prints at once. Of the other ranks, one of each
+    host prints: the first that fails, with ``is_first``; others wait ``OF_HOST_S`` longer. The
+    delay grows with the logarithm of the rank, so that of 10,000 ranks that fail together only the
+    first few print.
+    """
+    if rank == 0:
+        return 0.0
+    return STAGGER_S * (1 + 0.3 * math.log2(rank)) + (0.0 if is_first else OF_HOST_S)
 
 
 @contextlib.contextmanager
@@ -94,7 +108,8 @@ def _print_once(own: LaunchError) -> None:
             previous(kind, value, trace)
             return
         if launched is not None and launched.rank:
-            time.sleep(ROOT_PRINTS_S)
+            is_first = process.is_first("failed start")
+            time.sleep(ROOT_PRINTS_S + turn_s(launched.rank, is_first=is_first))
         sys.stderr.write(f"hpctrain: {value}\n")
 
     sys.excepthook = hook
@@ -108,14 +123,14 @@ class FailureHooks:
 
     Args:
         world: ranks to end.
-        log_dir: directory of ``rank-N.log``, which receives the output to stderr too.
+        log_dir: directory of the log files, which receive the output to stderr too.
         recovers: True if the world survives the loss of a rank; the launcher then ends the ranks.
     """
 
     def __init__(self, world: "MpiComm", log_dir: Path | None, *, recovers: bool = False) -> None:
         self._world, self._rank, self._recovers = world, world.rank, recovers
         self._owner = os.getpid()
-        self._log = log_dir and log_dir / f"rank-{world.rank}.log"
+        self._log = log_dir and logs.file_in(log_dir, world.rank)
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
         """Functions called before this rank ends all ranks; they write unsaved records to disk."""
@@ -123,7 +138,7 @@ class FailureHooks:
         """Returns True if a thread, by its identifier, communicates with other ranks."""
         # Stored, because each access creates a bound method and uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
-        if self._log is not None:
+        if self._log is not None and process.is_first("log directory"):
             self._log.parent.mkdir(parents=True, exist_ok=True)
         self.install()
         atexit.register(self.end_blocked)  # registered before ``leave``, so called after it
@@ -151,8 +166,9 @@ class FailureHooks:
             os._exit(FAILED)
         code, summary = _verdict(error, self._world, recovers=self._recovers)
         details = f"{where}{''.join(traceback.format_exception(error))}"
-        self._write_log(details)
-        time.sleep(min(STAGGER_S * self._rank, LONGEST_STAGGER_S))
+        is_first = process.is_first("failure")
+        self._write_log(details, is_durable=is_first)
+        time.sleep(turn_s(self._rank, is_first=is_first))
         own = ""
         with contextlib.suppress(Exception):  # ``repr`` of a user's object may raise
             own = folded(error, self._log)
@@ -195,13 +211,14 @@ class FailureHooks:
         finally:
             os._exit(code)
 
-    def _write_log(self, text: str) -> None:
+    def _write_log(self, text: str, *, is_durable: bool = False) -> None:
         if self._log is None:
             return
-        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+        with contextlib.suppress(OSError), logs.opened(self._log) as log:
             log.write(self._tagged(text))
             log.flush()
-            os.fsync(log.fileno())
+            if is_durable:
+                os.fsync(log.fileno())
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(Exception):
@@ -287,31 +304,32 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     return RANK_LOST, "\n".join([*lines, f"{text}; {rule}{'; ' if rule else ''}all ranks end"])
 
 
-TAGGER_END_S = 1.0  # longest wait for the end of the tagger after its pipe is closed
-
-
 class CrashReport:
-    """Report crashes to stderr and the rank's log, each line with the rank.
+    """Report crashes to stderr and the log, each line with the rank.
 
     ``faulthandler`` writes to a single file and without ranks, and a crashed process cannot run
-    Python code. So ``faulthandler`` writes to a pipe, and a ``sed`` process adds the rank. The
-    ``sed`` process ends with this process. Without ``sed``, the stack is printed to stderr
-    without the rank. A ``faulthandler`` that the user has enabled is not changed.
+    Python code. So ``faulthandler`` writes to memory, and a function of the compiled kernel copies
+    the lines; a rank that does not crash has no process and no file for this. Without the kernel,
+    the stack is printed to stderr without the rank. A ``faulthandler`` that the user has enabled
+    is not changed.
 
     Args:
         rank: this rank.
-        log: log file of the rank, or None.
+        log: log file, or None.
     """
 
     def __init__(self, rank: int, log: Path | None) -> None:
-        self._tagger: subprocess.Popen[bytes] | None = None
         self._enabled = not faulthandler.is_enabled()
+        self._memory: int | None = None
         if not self._enabled:
             return
-        with contextlib.suppress(OSError):
-            self._tagger = _start_tagger(rank, log)
-        if self._tagger and self._tagger.stdin:
-            faulthandler.enable(self._tagger.stdin.fileno())
+        if (found := library()) is not None:
+            with contextlib.suppress(OSError):  # without free file descriptors
+                self._memory = os.memfd_create("hpctrain-crash")
+        if found is not None and self._memory is not None:
+            tag, path = f"[rank {rank}] ".encode(), os.fsencode(log or "")
+            found.calls.hpctrain_report_crashes(self._memory, tag, path)
+            faulthandler.enable(self._memory)
         elif sys.__stderr__:
             faulthandler.enable(sys.__stderr__.fileno())
 
@@ -321,27 +339,7 @@ class CrashReport:
             return
         self._enabled = False
         faulthandler.disable()
-        if self._tagger and self._tagger.stdin:
-            self._tagger.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                # A forked child may keep the pipe open; the tagger then ends with the child.
-                self._tagger.wait(TAGGER_END_S)
-        self._tagger = None
-
-
-def _start_tagger(rank: int, log: Path | None) -> subprocess.Popen[bytes] | None:
-    sed = shutil.which("sed")
-    if sed is None:
-        return None
-    # stdout appends to the log, whereas the "w" command of sed would truncate it.
-    out = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        return subprocess.Popen(  # noqa: S603 - no part is user input
-            [sed, "-u", "-e", f"s/^/[rank {rank}] /", "-e", "w /dev/stderr"],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            # A separate process group, so that Ctrl-C and signals of the launcher do not end it.
-            start_new_session=True,
-        )
-    finally:
-        os.close(out)
+        found = library()
+        if found is not None and self._memory is not None:
+            found.calls.hpctrain_report_crashes(-1, b"", b"")
+            os.close(self._memory)

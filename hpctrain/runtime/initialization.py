@@ -124,7 +124,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
         if registered.number in seen:
             raise ConfigError(
                 f"process_sets must have different ranks, and not all, but entry {number} has "
-                f"{list(registered.ranks)} again; leave out that entry"
+                f"{list(registered.ranks)!s:.200} again; leave out that entry"
             )
         seen.add(registered.number)
         one.bind(registered)

@@ -43,11 +43,11 @@ def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
     Raises:
         MismatchError: the ranks request different sets.
     """
-    shown = [
-        ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
-        for wanted in lists
+    compared = [
+        ["a communicator" if by else list(ranks) for ranks, by in wanted] for wanted in lists
     ]
-    if len(set(shown)) > 1:
+    if any(each != compared[0] for each in compared):
+        shown = [", ".join(f"{one!s:.200}" for one in each) for each in compared]
         raise MismatchError(
             f"all ranks must register the same process sets in the same order, got "
             f"{by_rank(shown)}"
@@ -311,21 +311,22 @@ class ProcessSets:
         return results[0]
 
     def _check(self, ranks: Sequence[int], *, new: bool) -> None:
+        shown = f"{list(ranks)!s:.200}"
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
             raise ConfigError(
                 f"a process set must have one or more different ranks from 0 to "
-                f"{self._size - 1}, got {list(ranks)}"
+                f"{self._size - 1}, got {shown}"
             )
         known = self.find(ranks)
         if new and known is not None:
             raise ConfigError(
-                f"process sets must have different ranks, but {list(ranks)} already are set "
+                f"process sets must have different ranks, but {shown} already are set "
                 f"{known.number}; use that set{', or remove it first' if known.number else ''}"
             )
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(
                 f"MPI must support concurrent calls for process sets, but it was started "
-                f"without MPI_THREAD_MULTIPLE, so {list(ranks)} cannot be one; let mpi4py start "
+                f"without MPI_THREAD_MULTIPLE, so {shown} cannot be one; let mpi4py start "
                 f"MPI with its default, mpi4py.rc.thread_level = 'multiple'"
             )
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.comm.mpi_start import is_communicator, numbers_in
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_numbers
+from hpctrain.core.units import MAX_RUNS, format_numbers
 from hpctrain.runtime import world
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -
     if rank not in ranks:
         raise ConfigError(
             f"{name} must be a rank of the world in the process set, one of "
-            f"{format_numbers(ranks)}, got {rank}"
+            f"{format_numbers(ranks, MAX_RUNS)}, got {rank}"
         )
     return ranks.index(rank)
 

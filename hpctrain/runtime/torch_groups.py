@@ -19,6 +19,7 @@ from hpctrain.comm.waiting import Limit
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError, RankLostError
 from hpctrain.core.torch_compat import Store
+from hpctrain.core.units import format_ranks
 from hpctrain.runtime import initialization, world
 from hpctrain.runtime.abort import start_guard
 from hpctrain.runtime.rebuild import RebuildStage
@@ -94,6 +95,6 @@ def _communicator(comm: Any, ranks: list[int], limit: Limit, purpose: str) -> Co
     try:
         made: Communicator = comm.group_by_members(ranks, purpose=purpose, limit=limit)
     except RankLostError as error:
-        text = f"a group of ranks {ranks} was not created on rank {comm.rank}: {error}"
+        text = f"a group of {format_ranks(ranks)} was not created on rank {comm.rank}: {error}"
         raise GroupRankLostError(text) from error
     return made

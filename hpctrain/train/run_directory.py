@@ -33,7 +33,7 @@ class RunDirectory:
         self.plan = path / "plan.json"  # topology and communication plan
         self.metrics = path / "metrics.jsonl"  # one JSON record per line
         self.ranks = path / RANKS  # latest times of each rank
-        self.logs = path / "log"  # contains ``rank-N.log``
+        self.logs = path / "log"  # contains ``HOST.log``
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"  # contains figures
         self.plot = self.plots / "training.png"

@@ -171,12 +171,14 @@ def test_every_option_of_horovodrun_that_horovod_uses_is_known():
 @pytest.mark.launches
 def test_ranks_get_the_options_and_each_line_names_its_rank(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CYCLE_S", "1")
-    code = "import os; print('hello', os.environ['HPCTRAIN_CYCLE_S'])"
+    names = "HPCTRAIN_CYCLE_S", "HPCTRAIN_LOG_PER_RANK"
+    code = f"import os; print('hello', *map(os.environ.get, {names}))"
     options = ["--cycle-time-ms", "5", "--network-interface", "lo", "--verbose", "--tag-output"]
+    options += ["--log-per-rank"]
     done = hpctrain("launch", "-np", "2", *options, "python", "-c", code)
     assert "mpirun" in done.stderr
     lines = sorted(done.stdout.splitlines())
-    assert [line.partition("hello")[2] for line in lines] == [" 0.005"] * 2, done.stderr
+    assert [line.partition("hello")[2] for line in lines] == [" 0.005 1"] * 2, done.stderr
     assert all(rank in line.partition("hello")[0] for rank, line in zip("01", lines, strict=True))
 
 

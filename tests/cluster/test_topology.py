@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import TopologyError
+from tests.harness.growth import MAX_SLOPE, slope_of
 
 
 def facts_on(*hosts, cores=(0, 1), cards=1):
@@ -60,6 +61,16 @@ def test_ranks_of_one_rail_have_one_local_rank_and_different_nodes(hosts, ranks_
         assert {other.local_rank for other in rail} == {mine.local_rank}
         assert len({other.node for other in rail}) == len(rail) == mine.cross_size
         assert [other.cross_rank for other in rail] == list(range(len(rail)))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_positions_are_found_in_linear_time(ranks_per_node):
+    def work(num_nodes):
+        hosts = [str(number) for number in range(num_nodes) for _ in range(ranks_per_node)]
+        last = Topology.from_facts(facts_on(*hosts), len(hosts) - 1)
+        return lambda: (last.local_rank, last.cross_rank, last.cross_size, last.host_rank)
+
+    assert slope_of(work, (64, 1024)) < MAX_SLOPE
 
 
 @given(layouts(), st.integers(1, 4))

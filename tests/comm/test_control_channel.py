@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree, tree_of
+from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree, nodes_of, tree_of
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet
 from hpctrain.comm.node import segments
 from hpctrain.comm.node.segments import Semaphore, fence_of
 from hpctrain.core.errors import RankLostError
 from tests.comm.conftest import PATHS, connected
+from tests.harness.growth import MAX_SLOPE, slope_of
 
 LONG_S = 60.0
 
@@ -143,6 +144,15 @@ def worlds(draw: st.DrawFn) -> list[list[int]]:
 
 def trees_of(nodes: list[list[int]]) -> list[Tree]:
     return [tree_of(nodes, rank) for rank in range(sum(map(len, nodes)))]
+
+
+def test_nodes_of_all_ranks_are_found_in_linear_time():
+    def work(num_nodes):
+        leaders = [rank % num_nodes for rank in range(4 * num_nodes)]
+        return lambda: nodes_of(leaders)
+
+    assert nodes_of([0, 1, 0, 3, 1]) == [[0, 2], [1, 4], [3]]
+    assert slope_of(work, (64, 1024)) < MAX_SLOPE
 
 
 def path_to_root(trees: list[Tree], rank: int) -> list[int]:

@@ -26,6 +26,10 @@ def test_each_communicator_counts_its_collectives_with_names_equal_on_all_ranks(
             "collective 2 of ranks 0,3 (2): barrier",
         ]
     )
+    many = [mine.new_stream([*range(0, 10_000, 2), last]).name for last in (10_001, 10_003)]
+    assert many[0] != many[1]
+    assert all(len(name) < 100 for name in many)
+    assert mine.new_stream([*range(0, 10_000, 2), 10_001]).name == f"{many[0]} (2)"
     assert all(map(is_collective, names[0]))
     assert not is_collective("allreduce.loss")
 

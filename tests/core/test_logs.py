@@ -55,11 +55,24 @@ def test_lines_carry_the_rank_from_a_level_on_unless_the_program_has_handlers(co
     assert run_alone(code) == printed
 
 
-def test_information_goes_to_the_file_of_the_rank_alone(tmp_path):
-    folder = f"__import__('pathlib').Path({str(tmp_path / 'log')!r})"
-    code = f"logs.setup(2, 4, {folder}); logs.logger.getChild('comm').info('plan made')"
-    assert run_alone(code) == ""
-    assert "INFO hpctrain.comm: plan made" in (tmp_path / "log/rank-2.log").read_text()
+@pytest.mark.parametrize(("per_rank", "num_files"), [("0", 1), ("1", 3)])
+def test_information_goes_to_a_file_that_its_first_line_creates(
+    per_rank, num_files, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HPCTRAIN_LOG_PER_RANK", per_rank)
+    folder = tmp_path / "log"
+    setup = f"logs.setup(%d, 4, __import__('pathlib').Path({str(folder)!r}))"
+    assert run_alone(setup % 0) == ""
+    assert not folder.exists()
+    for rank in (2, 1, 3):
+        log = f"logs.logger.getChild('comm').info('plan {rank}\\nmade')"
+        assert run_alone(f"{setup % rank}; {log}") == ""
+    assert len(list(folder.iterdir())) == num_files
+    lines = logs.file_in(folder, 1).read_text().splitlines()
+    assert len(lines) == 6 // num_files
+    assert "INFO hpctrain.comm: plan 1" in lines[-2 if per_rank == "1" else 2]
+    assert all(line.startswith("[rank ") for line in lines)
+    assert "[rank 1] made" in lines
 
 
 def test_equal_warnings_merge_with_their_ranks_and_their_count():
@@ -68,6 +81,10 @@ def test_equal_warnings_merge_with_their_ranks_and_their_count():
         "b [rank 1]",
     ]
     assert logs.merge([["a", "b", "a"]]) == ["a", "b"]
+    many = logs.merge([["all", f"of rank {rank}"] for rank in range(10_000)])
+    assert len(many) == logs.MAX_TEXTS + 1
+    assert many[0] == "all [all 10000 ranks]"
+    assert many[-1] == "9985 other warnings, which are not shown [ranks 15-9999, 9985 of 10000]"
 
 
 def test_held_warnings_are_not_logged(quiet_logger, caplog):

@@ -8,7 +8,10 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import (
     GIB,
     KIB,
+    MAX_MESSAGES,
+    MAX_RUNS,
     MIB,
+    by_rank,
     format_bytes,
     format_numbers,
     format_ranks,
@@ -81,6 +84,17 @@ def test_every_number_is_in_the_text(numbers):
         first, _, last = run.partition("-")
         read |= set(range(int(first), int(last or first) + 1))
     assert read == numbers
+
+
+def test_a_text_about_many_ranks_is_short_and_counts_all_of_them():
+    ranks = range(0, 10_000, 2)
+    assert format_ranks(ranks) == f"ranks 0,2,4,6,8,10,12,14 and {5000 - MAX_RUNS} more"
+    assert format_ranks(range(10_000)) == "ranks 0-9999"
+    text = by_rank([f"seed {rank // 2}" if rank % 4 else None for rank in range(10_000)])
+    assert text.startswith("rank 1: seed 0; ranks 2-3: seed 1; rank 5: seed 2; ")
+    assert text.endswith(f" more: {5000 - MAX_MESSAGES} other messages")
+    assert len(text) < 300
+    assert by_rank(["a", None, "a", "b"]) == "ranks 0,2: a; rank 3: b"
 
 
 DURATIONS = {

@@ -1,6 +1,7 @@
 """Check pairs of ranks: every pair is measured, and all ranks get the results."""
 
 import time
+from itertools import islice
 
 import pytest
 
@@ -10,6 +11,7 @@ from hpctrain.core.config import Settings
 from hpctrain.doctor.checks.facts import MeasuredLink, TrafficFacts, WorldFacts
 from hpctrain.doctor.checks.network import check_clocks, offsets
 from hpctrain.doctor.ranks.traffic import measure, rounds
+from tests.harness.growth import MAX_SLOPE, slope_of
 
 TOGETHER = pytest.mark.ranks(2, 3, 4)
 
@@ -17,12 +19,19 @@ TOGETHER = pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("ranks", [[], [3], [0, 4], [1, 2, 8], list(range(0, 20, 2)), range(11)])
 def test_all_pairs_occur_once_in_rounds_without_a_rank_twice(ranks):
     ranks = list(ranks)
-    found = rounds(ranks)
+    found = list(rounds(ranks))
     for pairs in found:
         busy = [rank for pair in pairs for rank in pair]
         assert len(busy) == len(set(busy))
     met = [pair for pairs in found for pair in pairs]
     assert sorted(met) == [(a, b) for a in sorted(ranks) for b in sorted(ranks) if a < b]
+
+
+def test_the_first_rounds_are_made_in_linear_time():
+    def first_rounds(num_nodes):
+        return lambda: list(islice(rounds(range(num_nodes)), 3))
+
+    assert slope_of(first_rounds, (64, 1024)) < MAX_SLOPE
 
 
 @TOGETHER

@@ -31,11 +31,11 @@ def star(size: int) -> list[Tree]:
 
 
 def trees_of(parents: Sequence[int | None]) -> list[Tree]:
-    size = len(parents)
-    return [
-        Tree(rank, parent, tuple(r for r in range(size) if parents[r] == rank))
-        for rank, parent in enumerate(parents)
-    ]
+    children: list[list[int]] = [[] for _ in parents]
+    for rank, parent in enumerate(parents):
+        if parent is not None:
+            children[parent].append(rank)
+    return [Tree(rank, parent, tuple(children[rank])) for rank, parent in enumerate(parents)]
 
 
 def random_trees(size: int, random: Random) -> list[Tree]:
@@ -53,6 +53,7 @@ class Ranks:
         self.negotiators = [Negotiator(tree, **options) for tree in trees]
         self.batches: list[list[OperationBatch]] = [[] for _ in trees]
         self.queues: dict[tuple[int, int], deque[bytes]] = {}
+        """Undelivered messages by (source, dest); no queue is empty."""
         self.messages: list[tuple[int, int, bytes]] = []
 
     def post(self, rank: int, *, decide: bool = True) -> None:
@@ -64,11 +65,15 @@ class Ranks:
 
     def waiting(self) -> list[tuple[int, int]]:
         """Return the (source, dest) pairs with undelivered messages."""
-        return [edge for edge, queue in self.queues.items() if queue]
+        return [*self.queues]
 
     def deliver(self, edge: tuple[int, int]) -> None:
         source, dest = edge
-        self.negotiators[dest].receive(source, self.queues[edge].popleft())
+        queue = self.queues[edge]
+        message = queue.popleft()
+        if not queue:
+            del self.queues[edge]
+        self.negotiators[dest].receive(source, message)
 
     def settle(self) -> list[OperationBatch]:
         """Deliver all messages; return the decisions of all ranks since the last call."""

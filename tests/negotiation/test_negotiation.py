@@ -93,7 +93,7 @@ def played(random: Random, size: int, script: Script) -> Ranks:
                 ranks.post(rank, decide=random.random() < decides or idle > 0)
         for edge in ranks.waiting():
             moved = True
-            while ranks.queues[edge] and random.random() < 0.8:
+            while edge in ranks.queues and random.random() < 0.8:
                 ranks.deliver(edge)
         idle = 0 if moved else idle + 1
         if idle:

@@ -1,5 +1,7 @@
 """The negotiator, one message at a time."""
 
+from typing import NamedTuple
+
 import pytest
 
 from hpctrain.negotiation.messages import (
@@ -84,6 +86,14 @@ def test_a_mismatch_names_every_rank_and_is_cleared_afterwards():
     ]
 
 
+def test_a_mismatch_of_many_ranks_is_a_short_text():
+    ranks = Ranks(star(1000))
+    for rank, negotiator in enumerate(ranks.negotiators):
+        negotiator.announce("a", signature_of([rank]))
+    [batch] = ranks.settle()
+    assert "float32 [7] on rank 7 and 992 others on ranks 8-999; submit" in batch.entries[0].error
+
+
 def test_a_mismatch_in_a_group_shows_only_the_different_tensors():
     ranks = Ranks(star(2))
     group = FOUR._replace(dtypes=FOUR.dtypes * 9, shapes=FOUR.shapes * 9, devices=("cpu",) * 9)
@@ -148,33 +158,57 @@ def test_a_broadcast_fails_if_its_root_has_joined():
     )
 
 
+class Numbers(NamedTuple):
+    """Question with a set of numbers."""
+
+    numbers: frozenset[int]
+    kind: str = "numbers"
+
+    def merged(self, other):
+        return self._replace(numbers=self.numbers | other.numbers)
+
+    def without(self, other):
+        rest = self.numbers - other.numbers
+        return self._replace(numbers=rest) if rest else None
+
+
 @pytest.mark.parametrize("asker", [0, 2, 3])
-def test_a_question_reaches_all_ranks_once_and_its_answers_the_root(asker):
+def test_a_question_reaches_all_ranks_once_and_answers_the_parent(asker):
     ranks = Ranks(chain(4))
     ranks.negotiators[3].join()
     ranks.settle()
     relays = [negotiator.relay for negotiator in ranks.negotiators]
-    relays[asker].asked.append({"name": "a"})
+    question = Numbers(frozenset([1]))
+    relays[asker].asked.append(question)
     ranks.settle()
     for rank, relay in enumerate(relays):
-        assert relay.take_questions() == [{"name": "a"}]
+        assert relay.take_questions() == [question]
         assert relay.take_questions() == []
-        relay.answer(f"from {rank}")
+        relay.answers += [f"from {rank}"] if rank else []
     ranks.settle()
-    answers = relays[0].take_answers()
-    assert sorted(answers) == [(rank, f"from {rank}") for rank in range(4)]
-    assert all(not relay.take_answers() for relay in relays)
+    for rank, relay in enumerate(relays):
+        assert relay.take_received() == ([f"from {rank + 1}"] if rank < 3 else [])
+        assert relay.take_received() == []
 
 
-def test_all_ranks_receive_the_questions_of_all_ranks_in_one_order():
+def test_questions_of_all_ranks_are_merged_and_asked_one_after_the_other():
     ranks = Ranks(chain(4))
+    relays = [negotiator.relay for negotiator in ranks.negotiators]
+    asked = []
     for rank in (2, 0, 3, 1):
-        ranks.negotiators[rank].relay.asked += [(rank, number) for number in range(2)]
+        for kind in ("a", "b"):
+            relays[rank].asked.append(Numbers(frozenset([rank, 9]), kind))
         ranks.post(rank)
-    ranks.settle()
-    orders = [negotiator.relay.take_questions() for negotiator in ranks.negotiators]
-    assert orders[1:] == orders[:1] * 3
-    assert sorted(orders[0]) == [(rank, number) for rank in range(4) for number in range(2)]
+    for _ in range(4):
+        ranks.settle()
+        orders = [relay.take_questions() for relay in relays]
+        assert orders[1:] == orders[:1] * 3
+        assert [question.kind for question in orders[0]] in (["a", "b"], [])
+        asked += [n for question in orders[0] if question.kind == "a" for n in question.numbers]
+        for question in orders[0]:
+            relays[0].finish(question)
+    assert sorted(asked) == [0, 1, 2, 3, 9]
+    assert not any(relay.asked for relay in relays)
 
 
 def test_an_operation_that_is_ready_while_decisions_are_suspended_is_decided_later():

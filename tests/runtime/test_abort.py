@@ -1,6 +1,7 @@
 """Failures of a rank end all ranks within a time limit; other events do not end ranks."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.runtime.abort import computes
+from hpctrain.core.logs import file_in
+from hpctrain.runtime.abort import computes, turn_s
 from tests.harness.pace import scaled
-from tests.processes import ended
+from tests.processes import ended, wait_until
 
 PREAMBLE = """
 import ctypes, os, sys, threading
@@ -67,13 +69,80 @@ raise ValueError("two\\nlines")
     )
     lines = ended.stderr.splitlines()
     assert [line for line in lines if not line.startswith("[rank 7] ")] == []
-    log = tmp_path / "rank-7.log"
+    log = file_in(tmp_path, 7)
     last = f"[rank 7] the whole traceback: {log}"
     assert lines[-3:] == ["[rank 7] ValueError: two", "[rank 7] lines", last]
     kept = (tmp_path / "record" / str(log.stat().st_ino)).read_text()
     assert kept == log.read_text()
     assert kept.startswith("[rank 7] Traceback (most recent call last):")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
+
+
+def test_a_rank_has_no_process_and_no_file_before_it_fails(tmp_path: Path) -> None:
+    ended = run(
+        """
+before = len(os.listdir("/proc/self/fd"))
+hooks = FailureHooks(World(), LOG / "log")
+print(os.listdir(LOG / "log"), Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+hooks.uninstall()
+""",
+        tmp_path,
+    )
+    assert (ended.returncode, ended.stdout.split()) == (0, ["[]"]), ended.stderr
+
+
+def test_crashes_of_ranks_and_of_their_children_are_tagged_in_one_file(tmp_path: Path) -> None:
+    ended = run(
+        """
+import signal
+def crash_in(what):
+    os.kill(os.getpid(), what)
+FailureHooks(World(), LOG)
+if os.fork() == 0:
+    crash_in(signal.SIGABRT)
+os.wait()
+crash_in(signal.SIGBUS)
+""",
+        tmp_path,
+    )
+    assert ended.returncode == -signal.SIGBUS
+    lines = ended.stderr.splitlines()
+    assert all(line.startswith("[rank 7] ") for line in lines)
+    said = [line for line in lines if "Fatal Python error" in line]
+    assert said == [f"[rank 7] Fatal Python error: {what}" for what in ("Aborted", "Bus error")]
+    assert sum("in crash_in" in line for line in lines) == 2
+    assert file_in(tmp_path, 7).read_text() == ended.stderr
+
+
+def test_one_rank_of_a_host_prints_the_error_of_all(tmp_path: Path) -> None:
+    wait = "(LOG / str(os.getpid())).touch(); sys.stdin.read()"
+    body = f"{PREAMBLE}\nFailureHooks(World(), LOG)\n{wait}\nraise ValueError('bad luck')"
+    line = [sys.executable, "-c", body, str(tmp_path)]
+    root = Path(hpctrain.__file__).parents[1]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    with (tmp_path / "err").open("w") as err:
+        ranks = [subprocess.Popen(line, cwd=root, stderr=err, **pipes) for _ in range(6)]
+    assert wait_until(lambda: len(list(tmp_path.glob("[0-9]*"))) == 6, 90)
+    for rank in ranks:
+        rank.stdin.close()
+    log = file_in(tmp_path, 7)
+    assert wait_until(lambda: log.exists() and log.read_text().count("ValueError") == 6, 60)
+    assert wait_until(lambda: any(rank.poll() is not None for rank in ranks), 60)
+    time.sleep(1.0)  # other ranks would print at this time
+    for rank in ranks:  # the launcher ends all ranks after the first abort
+        rank.kill()
+        rank.wait()
+    assert (tmp_path / "err").read_text().count("ValueError: bad luck") == 1
+
+
+def test_few_hosts_print_an_error_of_ten_thousand_ranks() -> None:
+    first = range(2, 10_000, 64)  # the ranks that fail first on their hosts
+    turns = [turn_s(rank, is_first=True) for rank in first]
+    assert turns == sorted(turns)
+    assert sum(turn < turns[0] + 1.0 for turn in turns) == 1
+    assert turns[-1] < 6
+    assert turn_s(0, is_first=False) == 0
+    assert turn_s(3, is_first=False) > turns[-1]
 
 
 RANK_LOST = "from hpctrain.core.errors import RankLostError; raise RankLostError('gone')"

@@ -55,7 +55,7 @@ class Outcome:
     """Time from the failure, as recorded by the failing rank, until mpirun and all ranks have
     exited, divided by ``slowness()``."""
     left_over: list[int]  # ranks whose process survived mpirun
-    logs: dict[int, str]  # log file of each rank
+    logs: dict[int, str]  # lines of each rank in the log files
 
 
 def run_ranks(
@@ -110,8 +110,18 @@ def run_ranks(
         err=(folder / "err").read_text(),
         seconds=elapsed_s / slowness(),
         left_over=left_over,
-        logs={int(p.stem[5:]): p.read_text() for p in (folder / "log").glob("rank-*.log")},
+        logs=_logs(folder / "log"),
     )
+
+
+def _logs(folder: Path) -> dict[int, str]:
+    """Return the lines of each rank in the log files, with their tags."""
+    found: dict[int, str] = {}
+    for line in "".join(file.read_text() for file in folder.glob("*.log")).splitlines():
+        if line.startswith("[rank "):  # unless the warning is of all ranks
+            rank = int(line.removeprefix("[rank ").partition("]")[0])
+            found[rank] = found.get(rank, "") + line + "\n"
+    return found
 
 
 def _gone_within(pid: int, limit_s: float) -> bool:

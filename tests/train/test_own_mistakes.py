@@ -6,6 +6,7 @@ import pytest
 
 import hpctrain
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.logs import file_in
 from hpctrain.core.user_error import MAX_LINES, folded
 from hpctrain.launch import mpiexec
 from hpctrain.train.load_config import load
@@ -268,7 +269,7 @@ def test_two_ranks_report_an_error_once_and_the_log_has_the_traceback(folder):
     assert told[0] == "[rank 0] mine.py:22 in forward: return torch.empty(1 << 50)", done.stderr
     assert len(told) <= MAX_LINES, done.stderr
     assert 'model.target = "mine:model" was given float32 (8, 6)' in done.stderr
-    log = folder / "runs/mine/log/rank-0.log"
+    log = file_in(folder / "runs/mine/log", 0)
     assert told[-1] == f"[rank 0] the whole traceback: {log.relative_to(folder)}"
     whole = log.read_text()
     assert "Traceback (most recent call last)" in whole

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.logs import file_in
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Holder
 from hpctrain.runtime.stopping import STOPPED
@@ -163,7 +164,7 @@ def test_an_error_of_one_rank_ends_all_and_is_recorded(folder):
     done = train(folder, "--set", "model.args.broken=3", num_ranks=2)
     assert done.returncode not in (0, 2)
     assert "ValueError: no luck on this rank" in done.stderr
-    log = folder / "runs/small/log/rank-1.log"
+    log = file_in(folder / "runs/small/log", 1)
     assert "ValueError: no luck on this rank" in log.read_text()
     told = CliRunner().invoke(app, ["status", str(folder / "runs/small")])
     assert told.exit_code == 1

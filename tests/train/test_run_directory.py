@@ -79,7 +79,7 @@ def test_the_environment_file_has_the_commit_and_changed_files(tmp_path):
 def test_a_directory_with_results_is_rejected_and_not_changed(tmp_path, trace):
     directory = RunDirectory(tmp_path / "a")
     directory.make_log_folder()
-    (directory.logs / "rank-0.log").touch()
+    (directory.logs / "host.log").touch()
     directory.create("seed = 0\n", {}, {})
     # a directory with logs only, or with a run without results, may be replaced
     for step in (0, 3):

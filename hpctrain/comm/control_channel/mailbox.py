@@ -86,6 +86,14 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     return Tree(rank, parent, children, len(members))
 
 
+def nodes_of(leaders: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each node, given the first rank of the node of each rank."""
+    nodes: dict[int, list[int]] = {}
+    for rank, leader in enumerate(leaders):
+        nodes.setdefault(leader, []).append(rank)
+    return list(nodes.values())
+
+
 def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
     """Return the parent and the children of ``rank`` in the tree with root ``ranks[0]``."""
     place = ranks.index(rank)
@@ -293,12 +301,9 @@ def by_node(
 
     mine = node.ranks_of(comm)
     leaders = WatchedCalls(comm, watch).allgather(mine[0])
-    nodes = [
-        [rank for rank in range(comm.size) if leaders[rank] == leader]
-        for leader in dict.fromkeys(leaders)
-    ]
+    nodes = nodes_of(leaders)
     tree = tree_of(nodes, comm.rank)
-    segments = node.allocate(BOX_BYTES + LINE_BYTES * comm.size)
+    segments = node.allocate(BOX_BYTES + LINE_BYTES * len(mine))
     boxes = dict(zip(mine, segments, strict=True))
     doorbell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
     doorbell.initialise()

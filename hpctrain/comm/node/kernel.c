@@ -32,11 +32,15 @@
    with hpctrain_resume. The kernel allocates no memory, takes no lock and calls no Python. */
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <sched.h>
 #include <semaphore.h>
+#include <signal.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -382,6 +386,66 @@ static int outcome(const Node *node, int64_t word) {
 }
 
 /* --- interface: addresses are integers, and codes are results -------------------------------- */
+
+/* --- crashes ---------------------------------------------------------------------------------
+
+   faulthandler writes the stacks of a process that crashes to a file in memory, restores the
+   handlers that were installed before its own, and raises the signal again. The handler below is
+   one of them: it copies the lines of the file to stderr and to the log, with the rank, and raises
+   the signal for the handlers before it. All its calls are safe in handlers of signals. */
+
+enum { NUM_CRASHES = 5, MOST_CRASH_BYTES = 1 << 16, MOST_PREFIX_BYTES = 64, MOST_PATH_BYTES = 4096 };
+static const int crashes[NUM_CRASHES] = {SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL};
+static struct sigaction before_crash[NUM_CRASHES];
+static int crash_file = -1;
+static char crash_prefix[MOST_PREFIX_BYTES], crash_log[MOST_PATH_BYTES];
+
+static void write_all(int file, const char *text, size_t length) {
+    while (length) {
+        ssize_t done = write(file, text, length);
+        if (done <= 0) return;
+        text += done;
+        length -= (size_t)done;
+    }
+}
+
+static void report_crash(int signal) {
+    static char in[MOST_CRASH_BYTES], out[2 * MOST_CRASH_BYTES];
+    ssize_t num_bytes = pread(crash_file, in, sizeof in, 0);
+    size_t length = 0, prefix_bytes = strlen(crash_prefix);
+    for (ssize_t i = 0; i < num_bytes && length + prefix_bytes < sizeof out; i++) {
+        if (i == 0 || in[i - 1] == '\n') {
+            memcpy(out + length, crash_prefix, prefix_bytes);
+            length += prefix_bytes;
+        }
+        out[length++] = in[i];
+    }
+    write_all(STDERR_FILENO, out, length);
+    int log = length && *crash_log
+        ? open(crash_log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644) : -1;
+    if (log >= 0) {
+        write_all(log, out, length);
+        close(log);
+    }
+    if (!ftruncate(crash_file, 0)) lseek(crash_file, 0, SEEK_SET); /* another process may share it */
+    for (int i = 0; i < NUM_CRASHES; i++)
+        if (crashes[i] == signal) sigaction(signal, &before_crash[i], NULL);
+    raise(signal);
+}
+
+/* Starts to report crashes that faulthandler writes to `file`; with a negative one, ends it. */
+void hpctrain_report_crashes(int file, const char *prefix, const char *log) {
+    struct sigaction action = {.sa_handler = report_crash, .sa_flags = SA_NODEFER | SA_ONSTACK};
+    sigemptyset(&action.sa_mask);
+    if (file >= 0) {
+        snprintf(crash_prefix, sizeof crash_prefix, "%s", prefix);
+        snprintf(crash_log, sizeof crash_log, "%s", log);
+    }
+    for (int i = 0; i < NUM_CRASHES; i++)
+        sigaction(crashes[i], file >= 0 ? &action : &before_crash[i],
+                  file >= 0 ? &before_crash[i] : NULL);
+    crash_file = file;
+}
 
 #ifndef SOURCE_CHECKSUM
 #define SOURCE_CHECKSUM 0

@@ -68,6 +68,9 @@ class Library:
             library.hpctrain_values.argtypes = [address, wide, number, *scaled]
             library.hpctrain_use_words.argtypes = [address, address, number, address]
             library.hpctrain_commit.argtypes = [address, address, wide, number, address]
+        text = ctypes.c_char_p
+        self.calls.hpctrain_report_crashes.argtypes = [number, text, text]
+        self.calls.hpctrain_report_crashes.restype = None
 
 
 @cache

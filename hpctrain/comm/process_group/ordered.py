@@ -233,7 +233,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         elif isinstance(error, RankLostError):
             kind = GroupRankLostError
         return kind(
-            f"{what} of group {self._name} of ranks {self._ranks}, failed on rank "
+            f"{what} of group {self._name} of {format_ranks(self._ranks)}, failed on rank "
             f"{self._ranks[self.comm.rank]}: {error}{missing}"
         )
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -122,18 +122,16 @@ def measure(
     return [found[pair] for pair in pairs]
 
 
-def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds of disjoint pairs that contain each pair of ranks once (round-robin)."""
+def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yield rounds of disjoint pairs that contain each pair of ranks once (round-robin)."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     half = len(circle) // 2
-    found = []
     for _ in range(len(circle) - 1):
         facing = zip(circle[:half], reversed(circle[half:]), strict=True)
-        found.append(
-            [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
-        )
+        pairs = [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        if pairs:
+            yield pairs
         circle[1:] = [circle[-1], *circle[1:-1]]
-    return [pairs for pairs in found if pairs]
 
 
 def _request(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
