@@ -113,6 +113,16 @@ def test_clipping_is_discarded_with_the_gradients_of_the_model(hvd, loads):
 
 
 @MANY
+def test_backward_that_adds_to_clipped_gradients_raises_on_all_ranks(hvd):
+    model, optimizer = wrapped(hvd, shard="node")
+    backward(hvd, model, 0)
+    optimizer.clip_grad_norm_(1e-3)
+    backward(hvd, model, 1)
+    with pytest.raises(MismatchError, match="grad is local until step"):
+        optimizer.step()
+
+
+@MANY
 def test_gradients_set_manually_after_a_clipped_step_are_averaged(hvd):
     models = []
     for shard in (None, "node"):

@@ -63,6 +63,9 @@ def test_clipping_to_different_norms_raises_on_all_ranks(stage):
     optimizer.clip_grad_norm_(1.0 + (dist.get_rank() == 1))
     with pytest.raises(MismatchError, match=r"differ in clipping .*rank 1: max_norm 2.0"):
         optimizer.step()
+    optimizer.zero_grad()
+    local_loss(model, given, following).backward()
+    optimizer.step()  # without clipping
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
