@@ -321,6 +321,30 @@ def test_cleared_gradients_do_not_affect_the_next_step(clears):
         assert torch.equal(one, other)
 
 
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, rows, num_layers):
+        for layer in self.layers[:num_layers]:
+            rows = layer(rows)
+        return rows
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_that_was_used_only_before_gradients_were_cleared_is_not_updated(stage):
+    model = Parts()
+    optimizer = shard(model, adamw(model.parameters()), stage=stage)
+    before = model.layers[1].weight.full_tensor().clone()
+    model(torch.ones(2, 4), 2).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, 4), 1).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.layers[1].weight.full_tensor(), before)
+
+
 @pytest.mark.ranks(2)
 def test_an_evaluation_between_backward_and_step_does_not_keep_old_weights():
     (batch,) = batches(1)
