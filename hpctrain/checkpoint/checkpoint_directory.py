@@ -114,6 +114,7 @@ class CheckpointDirectory:
         in ``keep``.
         """
         self.finish()
+        self._known.pop(newest, None)  # ``newest`` may replace a checkpoint without a score
         steps = self._try(self.steps) or []
         for step in steps:
             if step > newest:
@@ -121,7 +122,6 @@ class CheckpointDirectory:
         present = [self._kept(step, damaged) for step in steps if step <= newest]
         going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
-            self._known.pop(step, None)
             # Nothing reads this name, so an interrupted removal leaves no damaged checkpoint.
             gone = self.root / f"{name_of(step)}.gone.{token_hex(4)}{PART}"
             self._try(partial(self.path(step).rename, gone))
@@ -180,7 +180,6 @@ class CheckpointDirectory:
         if aside.exists():
             shutil.rmtree(aside)
         self.path(step).rename(aside)
-        self._known.pop(step, None)
         _LOG.warning(
             "checkpoint %s is damaged, or later than the step from which this run resumed, so it "
             "is renamed to %s; remove it if it is not needed",

@@ -290,7 +290,7 @@ class Reducer:
         self._rehook()
 
     def _forget_step(self) -> None:
-        self._passes_done, self.state = 0, StepState.EMPTY
+        self._passes_done, self.state, self._replaced_sum = 0, StepState.EMPTY, ""
         self._backward.forget()
 
     def contribute_zeros(self, agreement: StepAgreement) -> None:

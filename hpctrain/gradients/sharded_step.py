@@ -121,6 +121,10 @@ class ShardedStep(Reducer, OptimizerExchange):
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if slot is None:
             return
+        if self._changes:  # backward after clipping
+            if any(p.grad is not None and p.grad.any() for p in self._own):
+                self._changed_name = slot.name
+            self._changes = []  # of gradients that the program has cleared
         if slot.parameter in self._own:
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name

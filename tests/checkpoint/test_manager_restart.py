@@ -152,6 +152,19 @@ def test_best_checkpoints_are_kept_after_a_restart(comm, root):
 
 
 @pytest.mark.ranks(1, 2)
+def test_the_score_of_a_checkpoint_is_that_of_its_last_save(comm, root):
+    with managed(root, comm, keep=1, keep_best=1) as manager:
+        manager.save(state(1), 1)
+        manager.save(state(1), 1, score=0.9)
+        manager.save(state(2), 2, score=0.1, wait=True)
+        assert steps_in(root) == [1, 2]
+        manager.save(state(9), 9, score=0.8)
+        manager.save(state(3), 3, score=0.95)
+        manager.save(state(9), 9, score=0.2, wait=True)  # step 9 was set aside in between
+        assert steps_in(root) == [3, 9]
+
+
+@pytest.mark.ranks(1, 2)
 def test_next_save_removes_partial_checkpoints_of_dead_writers(comm, root):
     if comm.rank == 0:
         for name in ("step-00000009.part", "step-00000002.gone.part", "notes"):
@@ -175,6 +188,18 @@ def test_the_same_step_is_written_once(comm, root):
         assert loaded_value(manager) == 4
         manager.save(state(4), 4, wait=True)
         assert (root / "step-00000004" / "manifest.json").stat().st_ino == before
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_loaded_checkpoint_with_a_score_is_neither_due_nor_written_again(comm, root):
+    with managed(root, comm, every=10) as manager:
+        manager.save(state(10), 10, score=0.5)
+    before = (root / "step-00000010" / "manifest.json").stat().st_ino
+    with managed(root, comm, every=10) as manager:
+        assert loaded_value(manager) == 10
+        assert [manager.due(step) for step in (10, 19, 20)] == [False, False, True]
+        manager.save(state(10), 10, wait=True, score=0.5)
+    assert (root / "step-00000010" / "manifest.json").stat().st_ino == before
 
 
 @pytest.mark.ranks(1, 2)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.bucket import ALIGN, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.build import SLOT_BYTES
+from hpctrain.comm.call_check import call_of
 from hpctrain.comm.node.node_barrier import OVERSUBSCRIBED, NodeBarrier
 from hpctrain.comm.node.segments import Semaphore
 from hpctrain.comm.ops import Op
@@ -81,6 +82,20 @@ def test_fast_rank_never_overwrites_values_that_a_slow_one_still_reads(world, no
             time.sleep(0.001)
         expected = sum(range(world.size)) + world.size * turn
         assert bool((tensor == expected).all()), turn
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_fast_rank_does_not_overwrite_a_number_that_a_slow_one_still_compares(
+    world, node, monkeypatch
+):
+    await_others = node.node.await_others
+
+    def late(call, **how):
+        await_others(call, **how)
+        time.sleep(0.002 * (world.rank == 1))
+
+    monkeypatch.setattr(node.node, "await_others", late)
+    assert all(node.node.compare(call_of("comparison"), turn) for turn in range(20))
 
 
 @pytest.mark.ranks(2, 3, 4)

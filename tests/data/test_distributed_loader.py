@@ -194,6 +194,19 @@ def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
     assert sum(map(len, seen)) - whole < world.size
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_is_left_early_does_not_change_the_weights_of_the_next(world, num_workers):
+    notes, batches = Notes(), [range(7)[first : first + 5] for first in (0, 5)]
+    loader = DataLoader(TensorDataset(torch.arange(7)), batch_size=5, num_workers=num_workers)
+    loader = hpctrain.shard_data(loader, notes)
+    next(iter(loader))
+    notes.counts.clear()
+    assert len([*loader]) == 2
+    own = [len(each[world.rank :: world.size]) for each in batches]
+    assert [num_samples for num_samples, _ in notes.counts] == own
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_streams_without_batches_are_dealt_round_robin_and_unequal_ones_end_together(world):
     part = hpctrain.shard_data(Counting(11))

@@ -206,3 +206,12 @@ def test_a_pass_ends_when_its_loader_changes_position(move):
     move(loader)
     with pytest.raises(DataError, match="an iterator of a loader must not be used"):
         next(batches)
+
+
+def test_a_pass_that_has_delivered_its_last_batch_does_not_move_a_loader_with_another_position():
+    loader = Loader(InMemory(N), global_batch=N)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(7)
+    assert next(batches, None) is None
+    assert (loader.epoch, loader.consumed) == (7, 0)

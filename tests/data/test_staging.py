@@ -133,6 +133,14 @@ def test_a_full_disk_takes_what_it_can(comm, folder, write, caplog):
     assert "File too large" in said
 
 
+def test_a_rank_with_a_full_disk_leaves_no_part_of_a_shard(comm, folder, write):
+    source = write()
+    with largest_file(source.manifest.shards[2].num_bytes if comm.rank == 0 else 1 << 30):
+        staged = stage(source, comm, folder / "node")
+    assert shards_in(folder / "node") == [source.manifest.shards[1].file]
+    every(staged, source)
+
+
 def cut(file):
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size - 5)

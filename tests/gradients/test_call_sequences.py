@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hpctrain.core.errors import MismatchError
 from tests.gradients.test_sharded_step import backward, batch, make_model, wrapped
 from tests.gradients.training import ONE_NODE, OVERLAPS
 
@@ -327,6 +328,24 @@ def test_passes_restart_after_gradients_are_cleared(hvd, op, clears, what):
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
     optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_loaded_state_ends_the_error_of_a_replaced_sum(hvd):
+    model, rows = Model(is_sparse=False).double(), torch.tensor([hvd.rank()])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum)
+    hvd.broadcast_parameters(model.state_dict())
+    model(rows, "all").sum().backward()
+    model.second.bias.grad = torch.ones_like(model.second.bias)
+    with pytest.raises(MismatchError, match="was replaced on"):
+        model(rows, "all").sum().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    model(rows, "all").sum().backward()
+    plain(torch.arange(hvd.size()), "all").sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.ranks(2, 3)

@@ -78,6 +78,18 @@ def test_join_returns_the_rank_of_the_last_step_despite_late_messages(hvd, monke
 
 
 @MANY
+def test_join_counts_the_steps_since_the_last_join(hvd):
+    model, optimizer = trained(hvd)
+    for num_steps, whose in ((4, 0), (2, hvd.size() - 1)):
+        for _ in range(num_steps if hvd.rank() == whose else 1):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3).double()).sum().backward()
+            optimizer.step()
+        assert hvd.join() == whose
+        hvd.broadcast_parameters(model.state_dict(), root_rank=whose)
+
+
+@MANY
 @LAST
 def test_adasum_steps_are_rejected_after_a_rank_has_joined(hvd):
     model, optimizer = trained(hvd, op=hvd.Adasum)

@@ -83,6 +83,46 @@ def test_nan_gradient_of_no_samples_adds_nothing(hvd):
 
 
 @MANY
+def test_clipping_by_a_norm_of_nan_makes_all_changed_parameters_nan(hvd):
+    for shard in (None, "node"):
+        model, optimizer = wrapped(hvd, shard=shard)
+        loss = model(batch(hvd, 0, torch.float64)).square().mean()
+        if hvd.rank() == hvd.size() - 1:  # in the slice of one rank
+            loss = loss + model[0].bias[0] * math.nan
+        loss.backward()
+        assert optimizer.clip_grad_norm_(0.01).isnan()
+        optimizer.step()
+        assert all(p.isnan().all() for p in model.parameters() if p is not model.unused)
+
+
+@MANY
+@pytest.mark.parametrize("loads", [False, True])
+def test_clipping_is_discarded_with_the_gradients_of_the_model(hvd, loads):
+    models = []
+    for shard in (None, "node"):
+        model, optimizer = wrapped(hvd, shard=shard)
+        backward(hvd, model, 0)
+        optimizer.clip_grad_norm_(1e-3)
+        if loads:
+            optimizer.load_state_dict(optimizer.state_dict())
+        model.zero_grad()
+        backward(hvd, model, 1)
+        optimizer.step()
+        models.append(model)
+    assert_same_bits(*models)
+
+
+@MANY
+def test_backward_that_adds_to_clipped_gradients_raises_on_all_ranks(hvd):
+    model, optimizer = wrapped(hvd, shard="node")
+    backward(hvd, model, 0)
+    optimizer.clip_grad_norm_(1e-3)
+    backward(hvd, model, 1)
+    with pytest.raises(MismatchError, match="grad is local until step"):
+        optimizer.step()
+
+
+@MANY
 def test_gradients_set_manually_after_a_clipped_step_are_averaged(hvd):
     models = []
     for shard in (None, "node"):

@@ -42,22 +42,22 @@ def assert_gradients(model, gradients):
 @EITHER
 def test_sparse_gradients_are_averages_on_any_ranks_at_any_time(hvd, as_dense):
     """Cover one rank alone, a rank without samples, accumulated and late gradients."""
-    for how in ("all", "one alone", "counted", "added up", "later"):
+    for how in ("all", "one alone", "counted", "added up", "summed up", "later"):
         compare(hvd, as_dense, how)
 
 
 def compare(hvd, as_dense, how):
     model, alone = make_table(), make_table()
-    options = {"gradient_predivide_factor": 2.0} if how == "counted" else {}
-    optimizer = distributed(hvd, model, as_dense, **options)
+    options = {"counted": {"gradient_predivide_factor": 2.0}, "summed up": {"op": hvd.Sum}}
+    optimizer = distributed(hvd, model, as_dense, **options.get(how, {}))
     counted = {"one alone": [1], "counted": range(1, hvd.size())}.get(how, range(hvd.size()))
-    num_parts = len(counted) if how == "counted" else hvd.size()
+    num_parts = {"counted": len(counted), "summed up": 1}.get(how, hvd.size())
     for step in range(5):
         if how == "counted":
             optimizer.set_num_samples(0 if hvd.rank() == 0 else 2)
         if how == "later":
             model[0].sparse = step >= 2 and hvd.rank() == 0
-        for one in (optimizer, alone) if how != "added up" else ():
+        for one in (optimizer, alone) if not how.endswith("up") else ():
             one.zero_grad()
         if hvd.rank() == 1 or how != "one alone":
             loss_of(model, rows_of(hvd.rank(), step)).backward()

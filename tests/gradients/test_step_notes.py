@@ -65,6 +65,18 @@ def test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum(hvd
 
 @ONE_NODE
 @pytest.mark.ranks(2, 3)
+def test_flags_and_the_check_of_sums_remain_in_a_rebuilt_world(hvd):
+    model = make_model()
+    optimizer, here = distributed(hvd, model), current()
+    optimizer.look_at_sums()
+    optimizer.raise_flags(1 << hvd.rank() % 2)
+    optimizer._exchange.rebind(here.comm, here.plan)
+    model(torch.ones(2, 64).double()).sum().backward()
+    assert (optimizer.sums_are_finite, optimizer.raised_flags) == (True, 0b11)
+
+
+@ONE_NODE
+@pytest.mark.ranks(2, 3)
 def test_finiteness_of_sums_that_cannot_be_inspected_is_unknown(hvd):
     for options in ({"compression": hvd.Compression.bf16}, {"op": hvd.Adasum}, {}):
         model = make_model(torch.float32)

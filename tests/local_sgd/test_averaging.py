@@ -80,6 +80,26 @@ def test_keep_mixes_the_local_values_and_own_state_restores_an_averaging_in_flig
     torch.testing.assert_close(own, torch.full((100,), mean))
 
 
+class Held(Tensors):
+    def held(self):
+        return {"held"}
+
+
+@EVERY_SIZE
+@pytest.mark.usefixtures("hvd_nodes")
+def test_held_tensors_become_the_mean_of_an_averaging_that_a_state_restores(world):
+    own = {name: torch.full((100,), float(world.rank)) for name in ("held", "trained")}
+    make = lambda: Averaging(current().comm, Identity(), Held(lambda: [*own.items()]), 1 << 20)  # noqa: E731
+    before, after = make(), make()
+    before.start(1.0, 1.0 / world.size)
+    after.load_own_state(before.own_state())
+    after.finish(keep=0.5)
+    mean = (world.size - 1) / 2
+    assert own["held"].unique().tolist() == [mean]
+    assert own["trained"].unique().tolist() == [(world.rank + mean) / 2]
+    before.drop()
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("hvd_nodes")
 def test_bfloat16_rounds_the_change_and_not_the_values(world):

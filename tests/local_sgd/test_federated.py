@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import ConfigError, MismatchError
@@ -197,6 +198,20 @@ def test_the_proximal_term_pulls_to_the_model_of_the_round_with_scaler_and_maxim
         sign = 1 if maximize else -1
         moved = sign * (0.5 + 0.5 * 0.75**2 if options else (0.5 * 0.75 + 0.5) * 0.75**2)
         torch.testing.assert_close(model.weight.detach(), start + moved)
+
+
+@pytest.mark.ranks(3, 4)
+def test_drift_is_the_mean_distance_of_the_drawn_ranks(world, hvd_nodes):
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with hvd_nodes.LocalSGD(model, optimizer, 1, fraction=0.5) as method:
+        for _ in range(2):  # ranks exchange the distances of a round at the end of the next round
+            optimizer.zero_grad()
+            (model.weight.sum() * world.rank).backward()
+            optimizer.step()
+        drawn = torch.tensor(Draw(world.rank, world.size, 0.5).ranks(0), dtype=torch.float64)
+        assert len(drawn) == 2
+        assert method.facts["drift"] == pytest.approx(drawn.std(correction=0).item(), rel=1e-9)
 
 
 def test_ranks_are_drawn_uniformly_and_depend_on_the_seed():

@@ -236,6 +236,20 @@ def test_all_ranks_may_skip_a_synchronous_step(world, hvd_nodes):
     assert run.num_kinds(world) == 1
 
 
+@pytest.mark.ranks(2, 3)
+def test_numbers_of_samples_remain_valid_after_a_skipped_synchronous_step(world, hvd_nodes):
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hvd_nodes.PostLocalSGD(model, optimizer, 4, start=9) as method:
+        method.set_num_samples(world.rank + 1)
+        method.skip_step()
+        (model.weight.sum() * world.rank).backward()
+        optimizer.step()
+        numbers = range(world.size)
+        mean = sum(r * (r + 1) for r in numbers) / sum(r + 1 for r in numbers)
+        assert model.weight.grad.item() == pytest.approx(mean, rel=1e-12)
+
+
 # -- HierarchicalLocalSGD: frequent averages in nodes, rare averages over all ranks --------------
 
 

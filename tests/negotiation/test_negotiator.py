@@ -14,7 +14,8 @@ from hpctrain.negotiation.messages import (
     pack_slots,
     unpack_slots,
 )
-from hpctrain.negotiation.request import Kind
+from hpctrain.negotiation.pending_table import ResponseCache
+from hpctrain.negotiation.request import Kind, Repeated
 from tests.negotiation.negotiating import Ranks, chain, signature_of, star
 
 FOUR, FIVE = signature_of([4]), signature_of([5])
@@ -116,6 +117,14 @@ def test_a_shape_that_changes_on_all_ranks_is_accepted_and_cached():
     ranks.messages.clear()
     announced(ranks, "a", signature=FIVE)
     assert {message[0] for *_, message in ranks.messages} == {BITS, VECTOR}
+
+
+def test_a_new_signature_invalidates_repeated_announcements():
+    cache, repeated = ResponseCache(), [Repeated("a", FOUR)]
+    cache.put("a", FOUR)
+    assert cache.numbers_of(repeated).slots == {"a": 0}
+    cache.put("a", FIVE)
+    assert cache.numbers_of(repeated) is None
 
 
 def test_slots_are_assigned_to_the_first_names():

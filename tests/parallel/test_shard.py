@@ -63,6 +63,9 @@ def test_clipping_to_different_norms_raises_on_all_ranks(stage):
     optimizer.clip_grad_norm_(1.0 + (dist.get_rank() == 1))
     with pytest.raises(MismatchError, match=r"differ in clipping .*rank 1: max_norm 2.0"):
         optimizer.step()
+    optimizer.zero_grad()
+    local_loss(model, given, following).backward()
+    optimizer.step()  # without clipping
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -316,6 +319,30 @@ def test_cleared_gradients_do_not_affect_the_next_step(clears):
         found.append([p.full_tensor() for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, rows, num_layers):
+        for layer in self.layers[:num_layers]:
+            rows = layer(rows)
+        return rows
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_that_was_used_only_before_gradients_were_cleared_is_not_updated(stage):
+    model = Parts()
+    optimizer = shard(model, adamw(model.parameters()), stage=stage)
+    before = model.layers[1].weight.full_tensor().clone()
+    model(torch.ones(2, 4), 2).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, 4), 1).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.layers[1].weight.full_tensor(), before)
 
 
 @pytest.mark.ranks(2)

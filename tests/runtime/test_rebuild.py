@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpctrain.comm import survivors
 from hpctrain.runtime.rebuild import Rebuild, RebuildStage
 
 
@@ -49,3 +50,40 @@ def test_a_failed_move_is_passed_on_to_the_next_world():
     third.follow(second.leave())
     third.move()
     assert calls == ["timeline", "set", "optimizer", "moved before", "optimizer", "sampler"]
+
+
+class Ranks:
+    """Stand in for a communicator of MPI; record the calls that all ranks see."""
+
+    size = 2
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls, self.is_revoked = name, calls, False
+
+    def Agree(self, flag: int) -> int:  # noqa: N802 - MPI's name
+        self.calls.append(f"agree on {flag}")
+        return flag
+
+    def Is_revoked(self) -> bool:  # noqa: N802
+        return self.is_revoked
+
+    def Revoke(self) -> None:  # noqa: N802
+        self.is_revoked = True
+        self.calls.append(f"revoke {self.name}")
+
+    def Shrink(self) -> "Ranks":  # noqa: N802
+        return self
+
+
+def test_a_rank_that_cannot_create_a_world_first_ends_the_waits_of_the_others(monkeypatch):
+    monkeypatch.setattr(survivors, "_in_use", [])
+    calls = []
+    left, inner = Ranks("the survivors", calls), Ranks("a node", calls)
+
+    def make(_: Ranks) -> None:
+        survivors.use(inner)  # the other ranks wait in this communicator
+        raise OSError("no memory")
+
+    with pytest.raises(OSError, match="no memory"):
+        survivors.remake(left, make)
+    assert calls == ["agree on 1", "revoke the survivors", "revoke a node", "agree on 0"]

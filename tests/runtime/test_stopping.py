@@ -37,6 +37,8 @@ def test_a_signal_is_recorded_and_the_handlers_are_restored(number):
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the launcher forwards a second copy of the signal
         assert requests.reason == number.name
+        os.kill(os.getpid(), next(each for each in SIGNALS if each != number))
+        assert requests.reason == number.name
     assert [signal.getsignal(each) for each in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert "second signal" not in {thread.name for thread in threading.enumerate()}

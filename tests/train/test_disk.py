@@ -60,6 +60,14 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(
     assert_same_run(whole, job)
 
 
+def test_a_failed_checkpoint_is_repeated_after_a_delay(here, configure, shared, fill, monkeypatch):
+    monkeypatch.setattr("hpctrain.train.boundary.RETRY_S", 1e6)
+    job, seen = Job(here, configure, shared / "run", *WIDE, "checkpoint.background=false"), []
+    at = {7: lambda: fill(True), 10: lambda: fill(False), 17: lambda: seen.extend(steps_in(job))}
+    assert isinstance(job.part(at=at), Outcome)
+    assert seen == ["step-00000003", "step-00000006"]
+
+
 def test_a_disk_that_rejects_the_last_checkpoint_is_an_error_on_all_ranks(
     here, configure, shared, fill
 ):

@@ -13,6 +13,7 @@ from hpctrain.core.errors import (
     OperationMismatchError,
 )
 from hpctrain.elastic import ElasticSampler, HostUpdate, ObjectState, TorchState
+from hpctrain.horovod.elastic.run import Resets
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt
 
 SIZES = pytest.mark.ranks(1, 2, 3)
@@ -184,6 +185,29 @@ def test_a_repeated_failure_ends_the_training(hvd):
         train(ObjectState(value=0))
     assert len(attempts) == 5
     assert not isinstance(end.value, HorovodInternalError)
+
+
+@MANY
+def test_a_new_rank_continues_the_count_of_resets(hvd):
+    resets = Resets(ObjectState(value=0))
+    resets.number = 1 if hvd.rank() else 5  # only rank 0 has taken part from the start
+    resets.synchronize()
+    assert resets.number == 5
+
+
+@SIZES
+@pytest.mark.usefixtures("hvd")
+def test_failures_with_changes_of_hosts_in_between_do_not_end_the_training():
+    attempts = []
+
+    @elastic.run
+    def train(_):
+        attempts.append(len(attempts))
+        if len(attempts) < 10:
+            raise HostsUpdatedInterrupt if len(attempts) % 2 else HorovodInternalError("again")
+
+    train(ObjectState(value=0))
+    assert len(attempts) == 10
 
 
 @SIZES
