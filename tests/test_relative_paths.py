@@ -23,6 +23,8 @@ from tests.test_public_api import PACKAGES
 
 NO_FILES = {
     "ShardedEmbedding.wanted(path)",  # path of a tensor in a checkpoint
+    "checkpoint.Manager(files)",  # "node" or "rank"
+    "checkpoint.save(files)",
 }
 NAMELESS = {"parallel.shard(offload)"}
 """Takes a folder; neither its name nor its annotation says so."""

@@ -64,6 +64,7 @@ class Liveness:
         all ranks raise it."""
         self._calls: defaultdict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
         """By communicator and rank: the last collective in which the rank waited."""
+        self._is_abandoned = False
         self._end_s = math.inf  # when all ranks had reached the end, by time.monotonic()
 
     def check(self, partners: Collection[int] | None = None) -> None:
@@ -77,8 +78,14 @@ class Liveness:
 
         Raises:
             RankLostError: a rank of this node died, a partner left, or another rank has left a
-                block of this rank by an error, or waits at its end after fewer steps.
+                block of this rank by an error, or waits at its end after fewer steps; or
+                ``abandon`` was called.
         """
+        if self._is_abandoned:
+            raise RankLostError(
+                f"ranks must use the communicators of the present world, but rank {self._rank} "
+                f"waits in one of a world that has lost a rank; create it again after the loss"
+            )
         if not self._reports.is_open:
             if time.monotonic() - self._end_s > CLOSE_S:
                 raise RankLostError(
@@ -118,8 +125,12 @@ class Liveness:
         return self._reports.is_open
 
     def abandon(self) -> None:
-        """Stop checking other ranks, and make ``wait_for_end`` a no-op. Not collective."""
-        self._reports.is_open = False
+        """End all waits of this rank in the world, and make ``wait_for_end`` a no-op.
+
+        Not collective. A wait in node memory is not ended by MPI, for example in a background save
+        that another survivor did not start before the loss.
+        """
+        self._is_abandoned, self._reports.is_open = True, False
 
     def report_failure(
         self, number: int | None, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True

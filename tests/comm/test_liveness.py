@@ -66,7 +66,7 @@ def test_farewell_waits_for_a_busy_rank_with_little_cpu_time(world: MPI.Intracom
     waited_s, used_s = time.monotonic() - start, time.process_time() - used
     if world.rank != 0:
         assert waited_s > 1.5
-        assert used_s < scaled(0.05) * waited_s
+        assert used_s < scaled(0.1) * waited_s
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

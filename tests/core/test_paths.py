@@ -75,4 +75,4 @@ def test_the_program_starts_where_it_imports_the_package(tmp_path):
         env={**os.environ, "HPCTRAIN_RECORDS": "records", "HPCTRAIN_LOG_DIR": "log"},
     )
     assert found.stdout == f"{tmp_path / 'log'}\n", found.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "records"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records"]

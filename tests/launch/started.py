@@ -42,5 +42,5 @@ def wait_for(condition, limit_s=30.0):
 
 
 def ranks_are_gone(tmp_path):
-    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), limit_s=5.0)
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), limit_s=20.0)
     return True

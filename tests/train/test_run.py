@@ -169,7 +169,7 @@ def test_an_error_of_one_rank_ends_all_and_is_recorded(folder):
     told = CliRunner().invoke(app, ["status", str(folder / "runs/small")])
     assert told.exit_code == 1
     assert "failed after step 2: rank 1: " in told.output
-    assert told.output.endswith("no luck on this rank\n")
+    assert "no luck on this rank" in told.output
     table = CliRunner().invoke(app, ["runs", str(folder / "runs")]).output.split()
     assert "failed" in table
     done = train(folder, num_ranks=2)

@@ -15,7 +15,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
-from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from hpctrain.core.torch_compat import (
     HashStore,
     PrefixStore,
@@ -108,6 +108,7 @@ def _refusal(name: str, result: Any, *, averages: bool) -> str:
 
 REPORT_S = 1.0  # a rank that waits longer reports this in the store, for messages of other ranks
 _MAX_S = 1e6  # unlimited, for other backends
+_REFUSED = "nothing: "  # start of the call of a rank that has refused its arguments
 
 
 class OrderedGroup(Base):  # type: ignore[misc]
@@ -228,6 +229,8 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _named(self, what: str, error: CommError, missing: str = "") -> CommError:
         """Return an error like ``error`` whose message names the operation ``what``."""
         kind: type[CommError] = GroupError
+        if isinstance(error, MismatchError) and _REFUSED in str(error):
+            self.comm.rejoin()  # all ranks raise for this call, and the group remains usable
         if isinstance(error, RefusedError):
             kind = RefusedError
         elif isinstance(error, RankLostError):
@@ -244,7 +247,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
 
     def _refuse(self, reason: str) -> NoReturn:
         """Raise on all ranks: ``MismatchError`` on ranks that have begun a different call."""
-        self._meet(f"nothing: {reason}")
+        self._meet(f"{_REFUSED}{reason}")
         raise RefusedError(reason)
 
     def _report_wait(self, waited_s: float) -> None:
