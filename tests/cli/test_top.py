@@ -88,7 +88,7 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
     later = watch.look()
     assert (later.status.state, later.step, later.life) == ("finished", 60, "none")
     late, early = later.ranks[1], later.ranks[0]
-    assert late.compute_s > max(0.02, early.compute_s)
+    assert late.compute_s > max(0.05, early.compute_s)
     assert early.communication_s > late.communication_s
     told = top(run).output
     assert "is finished: test accuracy" in " ".join(told.split())

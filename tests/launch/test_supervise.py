@@ -93,6 +93,7 @@ def test_a_second_signal_kills_immediately(tmp_path):
 def test_the_ranks_end_after_a_launch_that_sigkill_ends(tmp_path, code):
     process = start(tmp_path, f"{code}time.sleep(50)")
     (mpirun,) = [pid for pid in descendants(process.pid) if stat(pid).parent == process.pid]
+    time.sleep(scaled(1.0))  # mpirun does not end ranks that it is still starting
     process.kill()
     process.wait()
     wait_for(lambda: not is_alive(mpirun), limit_s=15.0)

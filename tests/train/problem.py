@@ -174,7 +174,7 @@ class Parting(nn.Module):
 class Late(nn.Module):
     """A network that is slower on the last rank in training."""
 
-    def __init__(self, seconds: float = 0.02) -> None:
+    def __init__(self, seconds: float = 0.05) -> None:
         super().__init__()
         self.network, self.seconds = model(), seconds
 
