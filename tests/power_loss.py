@@ -146,9 +146,9 @@ class Disk:
                 place = self._place(whole)
                 if place.exists() and self._renamed:
                     self.faults.append(f"{whole} was removed before {self._renamed} was on disk")
-            real(path, dir_fd=dir_fd)
-            if place and place.exists():
+            if place and place.exists():  # before another rank can reuse the inode
                 self._real["unlink"](place)
+            real(path, dir_fd=dir_fd)
 
         return remove
 
