@@ -66,7 +66,7 @@ class Slow(nn.Module):
 def test_the_bubble_of_equal_stages_follows_the_formula(schedule, world):
     with started():
         mesh, batch = build_mesh(pp=4), torch.zeros(8, 3)
-        model = nn.Sequential(*(Slow(0.03) for _ in range(4)))
+        model = nn.Sequential(*(Slow(0.08) for _ in range(4)))
         options = {"num_microbatches": 8, "schedule": schedule}
         mean = lambda out, target: (out - target).square().mean()  # noqa: E731
         pipeline = Pipeline(model, mesh["pp"], ["*"], loss=mean, **options)
@@ -76,9 +76,9 @@ def test_the_bubble_of_equal_stages_follows_the_formula(schedule, world):
             pipeline.step(batch, batch)
             told, most = pipeline.report(), pipeline.most_in_flight
             bubble = float(told.split()[1].rstrip(","))
-            if bubble == pytest.approx(3 / 11, rel=0.1):
+            if bubble == pytest.approx(3 / 11, rel=0.15):
                 break
-    assert bubble == pytest.approx(3 / 11, rel=0.1)
+    assert bubble == pytest.approx(3 / 11, rel=0.15)
     assert "(P - 1) / (M + P - 1) is 0.273" in told
     assert most == (8 if schedule == "gpipe" else min(8, 4 - world.rank))
 
