@@ -26,7 +26,7 @@ from hpctrain.comm.mpi_start import is_communicator
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.logs import logger
-from hpctrain.core.units import MAX_RUNS, format_numbers
+from hpctrain.core.units import MAX_RUNS, format_numbers, listed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -127,7 +127,7 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
         )
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise ConfigError(
-            f"ranks of init(comm=...) must be from 0 to {size - 1}, each once, got {ranks!s:.200}"
+            f"ranks of init(comm=...) must be from 0 to {size - 1}, each once, got {listed(ranks)}"
         )
     if rank not in ranks:
         raise ConfigError(

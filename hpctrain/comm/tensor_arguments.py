@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpctrain.core.errors import CommError
 from hpctrain.core.libc import memory_at
+from hpctrain.core.units import listed
 
 
 def check_tensor(tensor: Tensor) -> None:
@@ -41,7 +42,7 @@ def check_group(ranks: Sequence[int], size: int) -> None:
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise CommError(
             f"a group must have one or more ranks from 0 to {size - 1}, each once, "
-            f"got {list(ranks)!s:.200}"
+            f"got {listed(ranks)}"
         )
 
 

@@ -109,8 +109,13 @@ def format_numbers(numbers: Iterable[int], max_runs: int | None = None) -> str:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return a set of ranks as text: ``rank 3``, ``ranks 0-3,8``, ``ranks 0,2,4 and 97 more``."""
-    listed = list(ranks)
-    return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed, MAX_RUNS)}"
+    numbers = list(ranks)
+    return f"rank{'s' * (len(numbers) != 1)} {format_numbers(numbers, MAX_RUNS)}"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return a list of ranks as the program has passed it, cut after 200 characters."""
+    return f"{list(ranks)!s:.200}"
 
 
 def by_rank(messages: Sequence[str | None]) -> str:

@@ -22,6 +22,7 @@ from hpctrain.core import config, logs
 from hpctrain.core.checks import Number, checked
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, ReplicaError
+from hpctrain.core.units import listed
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
@@ -124,7 +125,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
         if registered.number in seen:
             raise ConfigError(
                 f"process_sets must have different ranks, and not all, but entry {number} has "
-                f"{list(registered.ranks)!s:.200} again; leave out that entry"
+                f"{listed(registered.ranks)} again; leave out that entry"
             )
         seen.add(registered.number)
         one.bind(registered)

@@ -14,7 +14,7 @@ from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, HorovodInternalError, MismatchError, NodeMemoryError
-from hpctrain.core.units import by_rank
+from hpctrain.core.units import by_rank, listed
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
@@ -47,7 +47,10 @@ def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
         ["a communicator" if by else list(ranks) for ranks, by in wanted] for wanted in lists
     ]
     if any(each != compared[0] for each in compared):
-        shown = [", ".join(f"{one!s:.200}" for one in each) for each in compared]
+        shown = [
+            ", ".join("a communicator" if by else listed(ranks) for ranks, by in wanted)
+            for wanted in lists
+        ]
         raise MismatchError(
             f"all ranks must register the same process sets in the same order, got "
             f"{by_rank(shown)}"
@@ -311,7 +314,7 @@ class ProcessSets:
         return results[0]
 
     def _check(self, ranks: Sequence[int], *, new: bool) -> None:
-        shown = f"{list(ranks)!s:.200}"
+        shown = listed(ranks)
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
             raise ConfigError(
                 f"a process set must have one or more different ranks from 0 to "

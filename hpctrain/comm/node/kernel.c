@@ -385,8 +385,6 @@ static int outcome(const Node *node, int64_t word) {
     return code;
 }
 
-/* --- interface: addresses are integers, and codes are results -------------------------------- */
-
 /* --- crashes ---------------------------------------------------------------------------------
 
    faulthandler writes the stacks of a process that crashes to a file in memory, restores the
@@ -446,6 +444,8 @@ void hpctrain_report_crashes(int file, const char *prefix, const char *log) {
                   file >= 0 ? &before_crash[i] : NULL);
     crash_file = file;
 }
+
+/* --- interface: addresses are integers, and codes are results -------------------------------- */
 
 #ifndef SOURCE_CHECKSUM
 #define SOURCE_CHECKSUM 0

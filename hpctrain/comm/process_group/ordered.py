@@ -221,6 +221,8 @@ class OrderedGroup(Base):  # type: ignore[misc]
             else:
                 self._watch.keep_in_step(operation.function)
         except CommError as error:
+            if isinstance(error, MismatchError) and _REFUSED in str(error):
+                self.comm.rejoin()  # all ranks raise for this call, and the group remains usable
             lost = self._missing() if isinstance(error, RankLostError) else []
             missing = f"; {format_ranks(lost)} did not call {operation.name}" if lost else ""
             what = f"{operation.name}, number {operation.number}"
@@ -229,8 +231,6 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _named(self, what: str, error: CommError, missing: str = "") -> CommError:
         """Return an error like ``error`` whose message names the operation ``what``."""
         kind: type[CommError] = GroupError
-        if isinstance(error, MismatchError) and _REFUSED in str(error):
-            self.comm.rejoin()  # all ranks raise for this call, and the group remains usable
         if isinstance(error, RefusedError):
             kind = RefusedError
         elif isinstance(error, RankLostError):
