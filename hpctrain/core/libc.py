@@ -5,7 +5,6 @@ import ctypes
 import mmap
 import os
 import select
-import signal
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -14,7 +13,7 @@ Segment: TypeAlias = "ctypes.Array[ctypes.c_char]"  # bytes at a fixed address
 
 _HERE = -100  # AT_FDCWD: paths are relative to the current directory
 _EXCHANGE = 2
-_SET_DEATH_SIGNAL, _SET_TIMER_SLACK = 1, 29
+_SET_TIMER_SLACK = 29
 _FAILED = ctypes.c_void_p(-1).value
 _CLOCK_MONOTONIC = 1
 _MAY_MOVE_TO = 3  # MREMAP_MAYMOVE and MREMAP_FIXED
@@ -124,13 +123,6 @@ def sharpen_sleep() -> None:
     takes.
     """
     libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # nanoseconds; 0 is the default
-
-
-def end_with(parent: int) -> None:
-    """Let this process get SIGTERM when the thread of its parent that started it ends."""
-    libc().prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # the parent has ended before the call
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Timer:

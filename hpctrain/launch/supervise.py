@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -21,7 +20,6 @@ from hpctrain.cluster.process import STOPPED as STOPPED_STATES
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
-from hpctrain.core.libc import end_with
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
 from hpctrain.launch.program import start
@@ -67,7 +65,7 @@ def supervise(
     second signal kills at once. If all ranks handle requests to stop, they get SIGUSR1 first, and
     the signals above ``save_s`` seconds later, because mpirun of Open MPI kills the ranks when it
     ends. SIGUSR1 is sent to mpirun only, which forwards the signal to the ranks. If SIGKILL ends
-    this process, the kernel sends SIGTERM to mpirun, which ends the ranks.
+    this process, mpirun gets SIGTERM and ends the ranks.
 
     The exit code is that of mpirun, except in these cases:
 
@@ -100,9 +98,10 @@ def supervise(
         if timeout_s:
             ending.after(timeout_s, ending.on_timeout)
         try:
-            with ending.catching():
+            with ending.catching(), _ended_with_this(process):
                 code = ending.wait()
         finally:
+            ending.kill()
             ending.close()
             reader.join(LOOK_S)  # a process that outlives its rank may hold the pipe open
     if ending.timed_out:
@@ -160,8 +159,7 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
         # mpirun would read a file or pipe that belongs to the calling script. In its own session,
         # mpirun gets no Ctrl-C of the terminal, after which it kills ranks that could save.
         stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
-        ends = partial(end_with, os.getpid())
-        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE, preexec_fn=ends)
+        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
     except OSError as error:
         raise LaunchError(
             f"{line[0]} must be a program that starts, but failed: {error}"
@@ -169,6 +167,22 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
     if process.stdin is not None:
         forward_input(process.stdin)
     return process
+
+
+@contextlib.contextmanager
+def _ended_with_this(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Send SIGTERM to a process if this process ends inside the block.
+
+    A shell waits for the end of its input. ``PR_SET_PDEATHSIG`` can send the signal several times,
+    once for each thread that ends; at the second signal mpirun exits and leaves the ranks.
+    """
+    waits = ["sh", "-c", f"read -r line; kill -TERM {process.pid}"]
+    shell = start(waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        shell.kill()
+        shell.communicate()
 
 
 class _Ending:

@@ -90,10 +90,15 @@ def test_a_second_signal_kills_immediately(tmp_path):
 
 
 @pytest.mark.parametrize("code", ["", STUBBORN])
-def test_the_ranks_end_after_a_launch_that_sigkill_ends(tmp_path, code):
+@pytest.mark.parametrize("seconds", [0.0, 2.0])
+def test_the_ranks_end_after_a_launch_that_sigkill_ends(tmp_path, code, seconds):
     process = start(tmp_path, f"{code}time.sleep(50)")
-    (mpirun,) = [pid for pid in descendants(process.pid) if stat(pid).parent == process.pid]
-    time.sleep(scaled(1.0))  # mpirun does not end ranks that it is still starting
+    (mpirun,) = [
+        pid
+        for pid in descendants(process.pid)
+        if stat(pid).parent == process.pid and descendants(pid)
+    ]
+    time.sleep(seconds)
     process.kill()
     process.wait()
     wait_for(lambda: not is_alive(mpirun), limit_s=15.0)

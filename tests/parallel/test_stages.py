@@ -71,14 +71,16 @@ def test_the_bubble_of_equal_stages_follows_the_formula(schedule, world):
         mean = lambda out, target: (out - target).square().mean()  # noqa: E731
         pipeline = Pipeline(model, mesh["pp"], ["*"], loss=mean, **options)
         pipeline.step(batch, batch)
-        # repeat, because on a shared machine a rank may wake late, which lengthens the bubble
+        # Ranks that wake late on a busy machine lengthen the bubble. Without any overlap of the
+        # stages it would be 3 / 4.
         for _ in range(5):
             pipeline.step(batch, batch)
             told, most = pipeline.report(), pipeline.most_in_flight
             bubble = float(told.split()[1].rstrip(","))
-            if bubble == pytest.approx(3 / 11, rel=0.15):
+            assert bubble > 0.95 * 3 / 11
+            if bubble < 1.5 * 3 / 11:
                 break
-    assert bubble == pytest.approx(3 / 11, rel=0.15)
+    assert bubble < 1.5 * 3 / 11
     assert "(P - 1) / (M + P - 1) is 0.273" in told
     assert most == (8 if schedule == "gpipe" else min(8, 4 - world.rank))
 
