@@ -242,7 +242,7 @@ class _Ending:
                 write_line(
                     f"a wait for other ranks must end within HPCTRAIN_TIMEOUT={self.timeout_s:g} "
                     f"s, but the launch has waited longer {late}; all ranks are killed; find the "
-                    f"cause on that rank, or increase HPCTRAIN_TIMEOUT"
+                    f"cause there, or increase HPCTRAIN_TIMEOUT"
                 )
                 self.counts[FAILED] += 1
                 self.kill()
@@ -389,10 +389,7 @@ def gone_before_init(pid: int) -> str:
     living, num_here, size = set[int](), 0, 0
     for _, rank, variables in _ranks(below):
         living.add(int(rank))
-        num_here, size = (
-            int(next((variables[name] for name in names if name in variables), b"0"))
-            for names in (LOCAL_SIZES, SIZES)
-        )
+        num_here, size = _number(variables, LOCAL_SIZES), _number(variables, SIZES)
     if not 0 < len(living) < num_here:
         return ""
     if num_here < size:
@@ -410,13 +407,21 @@ def late_in_mpi(pid: int) -> str:
     call = next((name for name in IN_MPI if name in names.values()), "")
     if not call:
         return ""
-    is_there: dict[int, bool] = {}
-    for each, rank, _ in _ranks(names):
+    waiting, expected, is_complete = set[int](), set[int](), False
+    for each, rank, variables in _ranks(names):
         found = stat(each)
-        is_in = names[each] == call and found is not None and found.state not in STOPPED_STATES
-        is_there[int(rank)] = is_in or is_there.get(int(rank), False)
-    late = [rank for rank, is_in in sorted(is_there.items()) if not is_in]
-    return f"{call} for {format_ranks(late) if late else 'ranks of another host'}"
+        if names[each] == call and found is not None and found.state not in STOPPED_STATES:
+            waiting.add(int(rank))
+        size = _number(variables, SIZES)
+        is_complete = size == _number(variables, LOCAL_SIZES)
+        expected |= {*range(size)} if is_complete else {int(rank)}
+    if late := expected - waiting:
+        return f"{call} for {format_ranks(late)}"
+    return f"{call}, which all ranks have begun" if is_complete else f"{call} for other hosts"
+
+
+def _number(variables: Mapping[bytes, bytes], names: Sequence[bytes]) -> int:
+    return int(next((variables[name] for name in names if name in variables), b"0"))
 
 
 def _below(pid: int) -> Iterator[int]:

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.cluster.env import RANK_LOST
 from hpctrain.cluster.process import JOINING, name_of, named
 from hpctrain.launch import mpiexec
-from hpctrain.launch.supervise import gone_before_init, supervise
+from hpctrain.launch.supervise import gone_before_init, late_in_mpi, supervise
 from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone
 
@@ -60,7 +60,7 @@ def start(rank, joins):
     child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
     child.stdout.readline()
     return child
-ranks = [start(rank, rank == 0 and sys.argv[4] == "joins") for rank in eval(sys.argv[3])]
+ranks = [start(rank, str(rank) in sys.argv[4]) for rank in eval(sys.argv[3])]
 print(flush=True)
 sys.stdin.read()
 for child in ranks: child.kill()
@@ -68,22 +68,25 @@ for child in ranks: child.kill()
 
 
 @pytest.mark.parametrize(
-    ("local_size", "size", "living", "joins", "told"),
+    ("local_size", "size", "living", "joining", "gone", "late"),
     [
-        (3, 3, [0, 2], "joins", "rank 1"),
-        (3, 3, [0], "joins", "ranks 1-2"),
-        (3, 3, [0, 2], "works", ""),  # rank 0 is past MPI_Init, so rank 1 may have finished
-        (2, 2, [0, 1], "joins", ""),
-        (2, 4, [0], "joins", "1 of 2 ranks on this host"),
+        (3, 3, [0, 2], "0", "rank 1", "for rank 2"),
+        (3, 3, [0], "0", "ranks 1-2", "for ranks 1-2"),
+        (3, 3, [0, 2], "", "", ""),  # rank 0 is past MPI_Init, so rank 1 may have finished
+        (2, 2, [0, 1], "0", "", "for rank 1"),
+        (2, 2, [0, 1], "01", "", ", which all ranks have begun"),
+        (2, 4, [0, 1], "01", "", "for other hosts"),
+        (2, 4, [0], "0", "1 of 2 ranks on this host", "for other hosts"),
     ],
 )
 def test_missing_ranks_are_found_from_the_surviving_processes(
-    local_size, size, living, joins, told
+    local_size, size, living, joining, gone, late
 ):
-    words = [str(local_size), str(size), str(living), joins]
+    words = [str(local_size), str(size), str(living), joining]
     with subprocess.Popen(
         [sys.executable, "-c", BELOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as launcher:
         launcher.stdout.readline()
-        assert gone_before_init(launcher.pid) == told
+        assert gone_before_init(launcher.pid) == gone
+        assert late_in_mpi(launcher.pid).removeprefix(JOINING).lstrip() == late
         launcher.stdin.close()
