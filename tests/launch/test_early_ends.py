@@ -70,7 +70,7 @@ for child in ranks: child.kill()
 @pytest.mark.parametrize(
     ("local_size", "size", "living", "joining", "gone", "late"),
     [
-        (3, 3, [0, 2], "0", "rank 1", "for rank 2"),
+        (3, 3, [0, 2], "0", "rank 1", "for ranks 1-2"),
         (3, 3, [0], "0", "ranks 1-2", "for ranks 1-2"),
         (3, 3, [0, 2], "", "", ""),  # rank 0 is past MPI_Init, so rank 1 may have finished
         (2, 2, [0, 1], "0", "", "for rank 1"),
