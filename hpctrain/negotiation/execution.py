@@ -222,7 +222,7 @@ class Executor:
         found = batch.runs if batch is not None else None
         if found is None:
             found = runs([handle.request for handle in handles], self._fusion_bytes)
-            if batch is not None and len(batch.entries) == len(handles):  # no operation has failed
+            if batch is not None:
                 batch.runs = found
         lost: RankLostError | None = None
         for run in found:

@@ -1,6 +1,8 @@
 """Tensor and sequence parallel ranks train as one process does, with four sums per layer."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -65,6 +67,27 @@ def test_frozen_parameters_can_be_trained_later(sequence):
         assert parameter.grad.placements == parameter.placements
         expected = one.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        self.hidden = weakref.ref(hidden := x + 1)
+        self.second(self.first(hidden)).sum().item()  # waits for the communication
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_forward_releases_its_inputs():
+    model = nn.Sequential(Failing())
+    tensor_parallel(model, rows(), {"0.first": "column", "0.second": "row"})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(torch.ones(2, 4))
+    gc.collect()
+    assert model[0].hidden() is None
 
 
 @pytest.mark.ranks(2)
