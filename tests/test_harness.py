@@ -320,6 +320,7 @@ BREAKERS = """
 """Each test between the first and the last ends its session; only one by its limit of time."""
 
 
+@pytest.mark.conformance
 def test_a_session_continues_after_each_test_that_ended_it(launch):
     done = launch(BREAKERS, continued=True, TEST_HANG_S="1000")
     assert done.code != 0

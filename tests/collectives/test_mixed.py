@@ -24,7 +24,7 @@ def test_operations_of_all_kinds_in_any_order_give_their_results(hvd):
 
 @pytest.mark.launches
 @pytest.mark.limit(150)
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.conformance), 3])
 def test_six_ranks_with_two_levels_of_control_messages(tmp_path, nodes):
     body = """
     from tests.collectives.mixed import Steps, num_commits

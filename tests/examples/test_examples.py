@@ -47,6 +47,7 @@ def is_on_two_nodes(record: dict[str, Any]) -> bool:
     return found == (4, 2, "memfd", True)
 
 
+@pytest.mark.conformance
 @pytest.mark.launches
 def test_two_ranks_learn_who_clicks_from_rows_that_they_share(tmp_path):
     sizes = ("num_train=30000", "num_validation=2000", "num_test=4000")

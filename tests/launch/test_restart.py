@@ -54,7 +54,8 @@ LAUNCH = [sys.executable, "-m", "hpctrain", "launch", "-n", "1"]
         (1, "sys.exit(3)", 3, 2),
         # exit code 2: a mistake of the user, which a restart does not fix
         (3, "sys.exit(2)", 2, 1),
-        (3, "sys.exit(85)", 85, 1),  # exit code 85: the run wants to resume in another job
+        # exit code 85: the run wants to resume in another job
+        pytest.param(3, "sys.exit(85)", 85, 1, marks=pytest.mark.conformance),
         (1, "import hpctrain; hpctrain.init(); os._exit(0)", 1, 2),
         (1, "import hpctrain; hpctrain.init(); hpctrain.shutdown()", 0, 1),
     ],
@@ -103,11 +104,10 @@ def has_resumed(metrics):
     return any(record["event"] == "resumed" for record in read(metrics))
 
 
+@pytest.mark.conformance
 @pytest.mark.requires("cluster")
 @pytest.mark.limit(400)
-@pytest.mark.parametrize(
-    ("gone", "left"), [("n1", "n0"), pytest.param("n0", "n1", marks=pytest.mark.conformance)]
-)
+@pytest.mark.parametrize(("gone", "left"), [("n1", "n0"), ("n0", "n1")])
 def test_a_lost_node_is_left_out_of_the_restart(tmp_path, monkeypatch, gone, left):
     """The run resumes on the other node, half a minute later if the lost node had the lease."""
     monkeypatch.chdir(tmp_path)

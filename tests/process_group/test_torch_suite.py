@@ -72,6 +72,7 @@ class OfThreads(MultiThreadedTestCase):
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.launches
 def test_a_selection_of_torchs_tests_passes(tmp_path):
     runs = Runs(tmp_path, SMOKE, 60)

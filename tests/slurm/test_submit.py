@@ -43,6 +43,7 @@ def test_a_dry_run_is_checked_by_slurm_and_not_queued(slurm, submit, tiny):
     assert not (tiny.parent / "run").exists()
 
 
+@pytest.mark.conformance
 @pytest.mark.limit(300)
 def test_dependent_jobs_and_arrays_train_to_the_end(slurm, submit, tmp_path):
     """One run in two jobs, the second of which waits for the first, and an array of two runs."""

@@ -79,6 +79,7 @@ def sizes(records):
     return [r["world_size"] for r in records if r["event"] in ("started", "resumed")]
 
 
+@pytest.mark.conformance
 def test_spares_keep_the_size_and_the_bits_of_a_run(tmp_path, whole):
     """Rank 1 and then rank 0 die; there is one spare."""
     lost, said = trained(tmp_path, "lost", *REPRODUCIBLE, kills="1:10 0:20", spares=1)
@@ -108,7 +109,7 @@ def cpu_s(pid):
 SLOW = "import time, hpctrain; hpctrain.init(); time.sleep({}); print(hpctrain.size())"
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.conformance), True])
 def test_an_idle_spare_uses_no_cpu_and_its_death_does_not_affect_the_run(tmp_path, dies):
     with subprocess.Popen(
         [*WITH_SPARE, "--", sys.executable, "-c", SLOW.format(2 if dies else 4)],

@@ -250,7 +250,13 @@ def test_runs_are_listed_by_start_with_their_status(tmp_path, caplog):
     ]
 
 
-@pytest.mark.parametrize("command", ["plot", "report", "compare"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plot",
+        *(pytest.param(name, marks=pytest.mark.conformance) for name in ("report", "compare")),
+    ],
+)
 def test_results_are_shown_without_torch_and_mpi(tmp_path, command):
     runs = [write_run(tmp_path / "a")] * (2 if command == "compare" else 1)
     assert hpctrain_without("torch mpi4py", command, *runs).returncode == 0

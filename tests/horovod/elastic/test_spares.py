@@ -128,7 +128,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+SHORT = ("a named operation", "no state", "a model that it has not")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=() if w in SHORT else pytest.mark.conformance) for w in REFUSED]
+)
 def test_unsupported_use_of_spares_ends_all_ranks(tmp_path, what):
     program = PROGRAM
     for place in ("before", "inside", "after"):
