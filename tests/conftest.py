@@ -1,6 +1,7 @@
 """Run every test on the numbers of ranks that it names; see ``harness/``."""
 
 import os
+import signal
 from collections.abc import Generator
 from types import ModuleType
 
@@ -18,6 +19,12 @@ os.environ["HPCTRAIN_PROBE"] = "off"
 # With any of these variables, help texts are coloured even without a terminal.
 for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
     os.environ.pop(name, None)
+
+# In the background, or under nohup, these signals are ignored, also by the programs of tests,
+# which send the signals. A handler is not inherited: these programs get the default action.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
