@@ -165,11 +165,13 @@ class Limit:
         name: option that sets the limit, for messages.
     """
 
-    __slots__ = ("broken_off", "name", "on_late", "timeout_s")
+    __slots__ = ("broken_off", "late", "name", "on_late", "timeout_s")
 
     def __init__(self, timeout_s: float = math.inf, name: str = "HPCTRAIN_TIMEOUT") -> None:
         self.timeout_s = timeout_s
         self.name = name
+        self.late = set[int]()
+        """Ranks of other nodes whose lateness was logged."""
         self.broken_off = ""
         """Reason why waits must end; empty while waits are allowed."""
         self.on_late: Callable[[float], object] | None = None
@@ -216,7 +218,6 @@ class Watch:
         self.rank = rank
         self._limit = limit or Limit(timeout_s)
         self._ranks = ranks
-        self._named: set[int] = set()
         self.recorder = recorder or FlightRecorder()
         self.calls: CallStream | None = None
         """Collectives of this communicator."""
@@ -472,8 +473,8 @@ class Watch:
                 f"{self._wait_text(waited_s, partner, over)}; check that rank and the link, "
                 f"or set {limit.name} to more seconds"
             )
-        if partner is not None and over and waited_s > LATE_S and partner not in self._named:
-            self._named.add(partner)
+        if partner is not None and over and waited_s > LATE_S and partner not in limit.late:
+            limit.late.add(partner)
             _LOG.warning(
                 "%s; that rank is busy, or the link does not respond",
                 self._wait_text(waited_s, partner, over),

@@ -16,8 +16,7 @@ from hpctrain.core.units import GIB
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.order.window import WindowOrder, WindowShape
-from hpctrain.data.sample_ranges import merged
-from hpctrain.data.samples import Indices, Samples
+from hpctrain.data.samples import Indices, Samples, merged_ranges
 
 OrderName = Literal["auto", "global", "window", "sequential"]
 
@@ -101,7 +100,7 @@ class Skipped:
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        self.ranges = merged(ranges)
+        self.ranges = merged_ranges(ranges)
         self._bounds = np.array(self.ranges, np.int64).ravel()
 
     def __len__(self) -> int:

@@ -19,8 +19,8 @@ from hpctrain.compress.codec import Codec, Savings
 from hpctrain.compress.half import Compression
 from hpctrain.core.checks import Amount, Number, checked
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.lazy import imported
 from hpctrain.core.torch_compat import dynamo_disable, leave_scaling_to
-from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.averaged_gradients import AveragedGradients
 from hpctrain.gradients.loss_scale import unscale_by_exchange
 from hpctrain.gradients.node_values import is_shared, require_no_masters
@@ -100,7 +100,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     parameters, steps = partial(named, weakref.ref(optimizer), names), steps_over(comm)
     how = comm, world.current().plan, codec, grouping, count, steps
     if op is Adasum:
-        exchange: Any = AdasumStep(comm, compressor_for(compression), parameters, steps)
+        adasum_step = imported("hpctrain.gradients.adasum_step:AdasumStep")  # few programs use it
+        exchange: Any = adasum_step(comm, compressor_for(compression), parameters, steps)
     elif is_shared(shard, comm, codec):
         exchange = ShardedStep(ShardedReduction(*how), parameters, optimizer, master_dtype)
     else:

@@ -1,31 +1,36 @@
 """Creation, end and replacement of the world of this process: ``init`` and ``shutdown``."""
 
 import atexit
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hpctrain.cluster import env
-from hpctrain.cluster.env import BEGUN, ENDED, sets_threads
+from hpctrain.cluster.env import BEGUN, ENDED, set_torch_ranks, sets_threads
 from hpctrain.cluster.start_watch import watched_start
 from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.mpi_library import version
 from hpctrain.comm.mpi_start import is_communicator
 from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.observed import Statistics, observed, trace
+from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.checks import Number, checked
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, ReplicaError
+from hpctrain.core.torch_compat import warn_if_untested
 from hpctrain.core.units import listed
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
-from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
+from hpctrain.runtime import lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave, start_guard
 from hpctrain.runtime.attachments import Attachments, Origin
 from hpctrain.runtime.last_check import compare
@@ -201,9 +206,9 @@ def _make(
     found = connect(ranks, settings, threads)
     here = found.topology
     if ranks:
-        arrival.configure_torch(found)
-    if settings.recover:
-        arrival.update_torchrun_variables(here)
+        _configure_torch(found)
+    if settings.recover:  # the world may be smaller than the launch
+        set_torch_ranks(here.rank, here.size, here.host_rank, len(here.host_ranks))
     # The setting of rank 0 holds for all ranks, as statistics are collective.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -245,15 +250,27 @@ def _make(
     _begin(made, found)
 
 
+def _configure_torch(found: Connection) -> None:
+    """Set the number of threads and the accelerator of this rank in torch. Local.
+
+    The index of the accelerator is the number of the rank on its host. The current device is kept
+    if only one device is visible, as with ``srun --gpus-per-task=1``, or if its index is not 0.
+    """
+    torch.set_num_threads(found.plan.threads)
+    count = torch.accelerator.device_count()
+    if count > 1 and not torch.accelerator.current_device_index():
+        torch.accelerator.set_device_index(found.topology.host_rank % count)
+
+
 def _begin(made: World, found: Connection) -> None:
     """Start logs, records and the timeline of a world; register the shutdown of the world."""
     settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
-    arrival.report(found)
+    _report(found)
     if made.origin.is_first and config.setting("watched") and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
-        arrival.write_plan(settings.records, found)
+        _write_plan(settings.records, found)
     if mine.hooks is not None:
         mine.hooks.last_words.append(mine.timelines.stop)
         mine.hooks.communicates = made.last_call.was_on
@@ -261,6 +278,24 @@ def _begin(made: World, found: Connection) -> None:
         mine.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or mine.statistics is not None or config.setting("watched"):
         atexit.register(_shut_down)
+
+
+def _report(found: Connection) -> None:
+    """Log on rank 0 the plan and the warnings of all ranks. Collective."""
+    logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
+    notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
+    if notes is not None:
+        logs.warn_merged(notes)
+        warn_if_untested()
+
+
+def _write_plan(folder: Path, found: Connection) -> None:
+    """Write ``plan.json`` with the topology and the plan for a scaling study."""
+    mpi = version() if found.topology.size > 1 else None  # one rank loads no MPI
+    topology = {"mpi": mpi, "topology": dict(found.topology.describe())}
+    facts = {**topology, **StoredPlan.of(found.topology, found.plan).as_dict()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _leave_before_finalize() -> "BeforeFinalize":

@@ -21,10 +21,10 @@ from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, random_states, set_random_states
-from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
 from hpctrain.train.slow_ranks import SlowRanks
 from hpctrain.train.step_exchange import StepBatch
+from hpctrain.train.step_meter import SavingsMeter
 from hpctrain.train.task import Task
 
 

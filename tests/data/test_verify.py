@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.dataset_manifest import MANIFEST
-from hpctrain.data.sample_ranges import merged
+from hpctrain.data.samples import merged_ranges
 from hpctrain.data.tools import verify as verify_module
 from hpctrain.data.tools.verify import verify
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed
@@ -207,7 +207,7 @@ def test_the_pieces_and_the_threads_that_read_them_play_no_role(damaged, monkeyp
 
 
 def test_ranges_are_merged():
-    assert merged([(5, 7), (0, 2), (2, 3), (6, 9), (20, 21)]) == ((0, 3), (5, 9), (20, 21))
+    assert merged_ranges([(5, 7), (0, 2), (2, 3), (6, 9), (20, 21)]) == ((0, 3), (5, 9), (20, 21))
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -21,7 +21,7 @@ from hpctrain.data.format.dataset_manifest import MANIFEST, Manifest, leftovers
 from hpctrain.data.format.hdf5_values import UNREADABLE, load_filters
 from hpctrain.data.io.shardfile import RawShard
 from hpctrain.data.io.values import Array, ChunkCache, read_into
-from hpctrain.data.sample_ranges import Range, merged
+from hpctrain.data.samples import Range, merged_ranges
 from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FaultReport:
     @property
     def lost(self) -> tuple[Range, ...]:
         """Ranges of lost samples, merged, in ascending order."""
-        return merged(samples for fault in self.faults for samples in fault.samples)
+        return merged_ranges(samples for fault in self.faults for samples in fault.samples)
 
     @property
     def num_lost(self) -> int:
@@ -323,6 +323,6 @@ class _ShardCheck(RawShard):
     def _samples(self, blocks: Iterable[int]) -> tuple[Range, ...]:
         """Return the ranges of samples of the data set that are in these blocks of the shard."""
         size, first, count = self._manifest.block_size, self._first_sample, self.shard.num_samples
-        return merged(
+        return merged_ranges(
             (first + block * size, first + min((block + 1) * size, count)) for block in blocks
         )
