@@ -11,10 +11,11 @@ from rich.text import Text
 
 from hpctrain.cli.options import FAILED, AsJson, flag, option, plural, show_json
 from hpctrain.cluster.env import launched
+from hpctrain.core import atomic
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import LEVELS, Finding, Level
 from hpctrain.doctor.checks import table
-from hpctrain.doctor.host import gather
+from hpctrain.doctor.host import bug_report, gather
 from hpctrain.doctor.ranks import examine_ranks
 from hpctrain.launch import pmi as interfaces
 from hpctrain.launch.slurm import scheduler
@@ -34,11 +35,17 @@ def doctor(
         None, "DIR", "Also test files, locks and HDF5 in DIR; may be repeated.", "--dir"
     ),
     verbose: bool = flag("Also print checks without faults.", "--verbose", "-v"),
+    report: Path | None = option(
+        None, "FILE", "Also write FILE, to attach to a bug report.", "--report"
+    ),
 ) -> None:
     """Find faults of this machine, job or launch, and print remedies.
 
     A single process examines this machine and this job. Ranks started by srun, mpirun or
     hpctrain launch also connect to each other and measure the links between them; rank 0 prints.
+
+    The file of --report has versions, packages and all findings. It contains no command lines,
+    no configurations, and no words that may be passwords or tokens.
 
     The exit code is 2 for a mistake in the command, 1 if there is a warning or an error, else 0.
 
@@ -48,6 +55,8 @@ def doctor(
       hpctrain doctor --dir /scratch/me/data --verbose
 
       hpctrain doctor --lint job.sbatch
+
+      hpctrain doctor --report report.txt
 
       srun --mpi=$(hpctrain doctor --pmi) -n 8 hpctrain doctor
 
@@ -66,6 +75,15 @@ def doctor(
         show_json([asdict(finding) for finding in findings])
     else:
         show(findings, verbose=verbose)
+    if report is not None:
+        try:
+            report.write_text(bug_report.bug_report(findings), encoding="utf-8")
+        except OSError as error:
+            reason = atomic.refusal(error, "name another file")
+            raise ConfigError(
+                f"the file of --report must be writable, but {report} is not: {reason}"
+            ) from None
+        typer.echo(f"read {report} before you attach it to a bug report", err=True)
     if any(finding.is_wrong for finding in findings):
         raise typer.Exit(FAILED)
 
