@@ -10,9 +10,11 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.machine import Machine, MachineShape
-from hpctrain.cost.round_messages import phases
+from hpctrain.cost.machine import Link, Machine, MachineShape
+from hpctrain.cost.round_messages import Clocks, phases
 from hpctrain.cost.schedules import SCHEDULES
 
 
@@ -170,15 +172,44 @@ def _load_of(
 
 
 def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
-    """Return the load of a rank that is an inner node of one tree and a leaf of the other."""
+    """Return the load of the slowest path through both trees."""
     size = shape.nodes if rails else shape.num_ranks
-    depth = (size - 1).bit_length()
-    segment = min(SCHEDULES[algorithm].segment_bytes, num_bytes / 2)
-    # The first segment passes all levels. For each other segment, an inner rank receives one
-    # message from each child.
-    up = 2 * depth * segment + 2 * min(2, size - 1) * (num_bytes / 2 - segment)
+    num_segments = SCHEDULES[algorithm].num_segments(math.ceil(num_bytes), size)
+    rounds, sent, combined = _slowest_path(algorithm, size, num_segments)
+    piece_bytes = num_bytes / 2 / num_segments
     width = math.ceil((rails or 1) / shape.nics) if shape.nodes > 1 else 0
-    return _load_of(shape, rails, 4 * depth, 2 * up, width, up)
+    return _load_of(shape, rails, rounds, sent * piece_bytes, width, combined * piece_bytes)
+
+
+_MOST_SIZE, _MOST_SEGMENTS = 512, 16  # ranks and segments of a simulated double tree
+
+
+@lru_cache(maxsize=1024)
+def _slowest_path(algorithm: str, size: int, num_segments: int) -> tuple[float, float, float]:
+    """Return the latencies, the sent and the combined pieces that a double tree waits for.
+
+    Each number is the additional time in a simulation in which only this part of a message takes
+    time. Each doubling of the ranks adds a level to both trees, and each segment adds a constant.
+    """
+    if size > _MOST_SIZE:  # the remainder determines the shape of the trees
+        fewer = _slowest_path(algorithm, size // 256 * 128 + size % 128, num_segments)
+        return fewer[0] + 2, fewer[1] + 4, fewer[2] + 4 / 3
+    if num_segments > _MOST_SEGMENTS:
+        half = _MOST_SEGMENTS // 2
+        more, less = (_slowest_path(algorithm, size, many) for many in (2 * half, half))
+        factor = (num_segments - 2 * half) / half
+        a, b, c = (x + factor * (x - y) for x, y in zip(more, less, strict=True))
+        return a, b, c
+
+    def slowest_s(latency_s: float, bytes_per_s: float, combine_per_s: float = math.inf) -> float:
+        link = Link(latency_s, bytes_per_s)
+        machine = Machine(nodes=size, network=link, reduce_bytes_per_s=combine_per_s)
+        steps = phases(SCHEDULES[algorithm], num_segments, machine, 0)
+        return float(Clocks(np.zeros(size), 1.0, machine, 1.0).take(steps).max())
+
+    sent = slowest_s(0.0, 1.0)
+    # With combinations of 3/2 of a transfer, the number is accurate for faster and slower ones.
+    return slowest_s(1.0, math.inf), sent, (slowest_s(0.0, 1.0, 2 / 3) - sent) * 2 / 3
 
 
 def between_nodes(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> tuple[int, float]:

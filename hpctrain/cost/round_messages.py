@@ -1,16 +1,22 @@
-"""Concurrent messages of the rounds of a schedule, and the links that the messages share."""
+"""Messages of the rounds of a schedule, the links that they share, and the time that they take."""
 
+from collections import deque
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.cost.machine import MachineShape
+from hpctrain.cost.machine import Machine, MachineShape
 from hpctrain.cost.schedules import COPY, NOBODY, Schedule
 
 Indices = NDArray[np.int64]
 Numbers = NDArray[np.float64]
+Times = NDArray[np.float64]
+"""Seconds, one value per rank."""
+
+_LOOK_EACH = 32  # number of rounds between two checks for a constant duration of equal rounds
 
 
 class Messages(NamedTuple):
@@ -33,6 +39,10 @@ class Step(NamedTuple):
     repeats: int  # number of rounds
 
 
+SchedulePhase = tuple[list[Step], int, bool]
+"""Steps of a phase, its ``lead``, and True if each round waits for its own sends."""
+
+
 def members(machine: MachineShape, rails: int) -> Indices:
     """Return the groups of ranks that reduce between nodes, one per row: rails or all ranks."""
     ranks = np.arange(machine.num_ranks)
@@ -42,14 +52,8 @@ def members(machine: MachineShape, rails: int) -> Indices:
 @lru_cache(maxsize=64)
 def phases(
     schedule: Schedule, num_segments: int, machine: MachineShape, rails: int
-) -> list[tuple[list[Step], int, bool]]:
-    """Return the phases of a schedule for the simulation.
-
-    All rails communicate concurrently.
-
-    Returns:
-        For each phase: its steps, its ``lead``, and True if each round waits for its own sends.
-    """
+) -> list[SchedulePhase]:
+    """Return the phases of a schedule for the simulation; all rails communicate concurrently."""
     groups = members(machine, rails)
     size = groups.shape[1]
     made: dict[int, tuple[Indices, Messages]] = {}  # by ``id`` of the array of sources
@@ -89,3 +93,75 @@ def _messages(source: Indices, groups: Indices, machine: MachineShape) -> Messag
         width = np.maximum(width, np.where(used, load / cards, 0))
     receivers_or_none = None if len(to) == groups.shape[1] else receivers
     return Messages(senders, receivers_or_none, 1.0 * crosses, 1.0 * climbs, width)
+
+
+class Clocks:
+    """Simulated time at which each rank, and each of its ports, becomes idle."""
+
+    def __init__(self, ready: Times, piece_bytes: float, machine: Machine, turns: float) -> None:
+        self._ready = ready
+        self._sent = np.full_like(ready, -np.inf)
+        self._received = np.full_like(ready, -np.inf)
+        self._delivered = np.full_like(ready, -np.inf)  # arrival of sent messages
+        self._piece_bytes = piece_bytes
+        self._machine, self._turns = machine, turns
+
+    def take(self, phases: Iterable[SchedulePhase]) -> Times:
+        """Advance the clocks by all rounds of a schedule; return the time of each rank."""
+        for steps, lead, waits in phases:
+            past = deque([self._ready] * lead, maxlen=lead)
+            for step in steps:
+                self._repeat(step, past, waits=waits)
+            self._ready = np.maximum(self._ready, self._delivered)
+        return self._ready
+
+    def _repeat(self, step: Step, past: deque[Times], *, waits: bool) -> None:
+        machine, turns, messages = self._machine, self._turns, step.messages
+        senders, crosses = messages.senders, messages.crosses
+        num_bytes = step.num_pieces * self._piece_bytes
+        inside, outside = machine.node, machine.network
+        latency_s = turns * (inside.latency_s + crosses * (outside.latency_s - inside.latency_s))
+        latency_s += messages.climbs * machine.spine_latency_s
+        within_s = turns / inside.bytes_per_s
+        across_s = messages.width / outside.bytes_per_s + turns / machine.handle_bytes_per_s
+        sending_s = num_bytes * np.where(crosses, across_s, within_s)
+        combining_s = num_bytes * turns / machine.reduce_bytes_per_s if step.combined else 0.0
+        # A port sends its next message after the previous one.
+        all_receive, ready = messages.receivers is None, self._ready
+        to: Any = slice(None) if all_receive else messages.receivers
+        arrived = np.maximum(self._sent[senders] + latency_s, self._received[to])
+        for left in reversed(range(step.repeats)):
+            looks = left % _LOOK_EACH == 1 and len(past) == 1 and left < step.repeats - 1
+            before = (ready.copy(), arrived) if looks else None
+            begin = past[0].take(senders)
+            begin += latency_s
+            arrived = np.maximum(begin, arrived, out=begin)
+            arrived += sending_s
+            if len(past) > 1:
+                ready = ready.copy()
+            if all_receive:
+                np.maximum(ready, arrived, out=ready)
+                ready += combining_s
+            else:
+                ready[to] = np.maximum(ready[to], arrived) + combining_s
+            if waits:
+                ready[senders] = np.maximum(ready[senders], arrived)
+            past.append(ready)
+            if before and (grown_s := _growth(zip((ready, arrived), before, strict=True))):
+                ready += left * grown_s  # each remaining round takes as long as this one
+                arrived += left * grown_s
+                break
+        self._ready = ready
+        self._sent[senders] = arrived - latency_s
+        self._received[to] = arrived
+        self._delivered[senders] = np.maximum(self._delivered[senders], arrived)
+
+
+def _growth(pairs: Iterable[tuple[Times, Times]]) -> float | None:
+    """Return the increase of all times in a round, or None if the increases differ.
+
+    After an equal increase, all later rounds of this kind take the same time.
+    """
+    grown = [now - before for now, before in pairs]
+    least, most = (float(f([f(each) for each in grown])) for f in (np.min, np.max))
+    return most if most - least <= 1e-6 * most else None
