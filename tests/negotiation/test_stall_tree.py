@@ -1,86 +1,33 @@
 """Stall questions and answers of many ranks: messages and their sizes, and one report."""
 
-from random import Random
-
 import pytest
 
-from hpctrain.comm.control_channel.mailbox import FAN_OUT, tree_of
+from hpctrain.comm.control_channel.mailbox import FAN_OUT
 from hpctrain.core.config import Settings
-from hpctrain.negotiation.stall import MAX_NAMES, Answers, LastCall, SetMember, StallWatch
+from hpctrain.negotiation.stall import MAX_NAMES, Answers
 from tests.harness.growth import MAX_SLOPE, slope
-from tests.negotiation.negotiating import Ranks
+from tests.scale.engines import Engines, virtual_time
+from tests.scale.network import Network
 
 SETTINGS = Settings(stall_s=30.0, stall_abort_s=100.0)
-RANKS_PER_NODE = 64
-
-
-def of_nodes(size):
-    nodes = [
-        range(first, min(first + RANKS_PER_NODE, size)) for first in range(0, size, RANKS_PER_NODE)
-    ]
-    members = [list(ranks) for ranks in nodes]
-    return [tree_of(members, rank) for rank in range(size)]
-
-
-class Stalled(Ranks):
-    """Negotiators with stall watches, which exchange messages as ``ProgressEngine`` does."""
-
-    def __init__(self, size, settings=SETTINGS):
-        super().__init__(of_nodes(size))
-        members = [SetMember(rank, f"node{rank // RANKS_PER_NODE}") for rank in range(size)]
-        self.watches = [StallWatch(settings, rank, members, LastCall()) for rank in range(size)]
-        self.pending = [{} for _ in range(size)]
-        self.deaf, self.now, self.reports = set(), 0.0, []
-        for watch, negotiator in zip(self.watches, self.negotiators, strict=True):
-            watch.num_children = len(negotiator._tree.children)
-
-    def post(self, rank, *, decide=True, partial=False):
-        if rank in self.deaf:
-            return
-        watch, relay = self.watches[rank], self.negotiators[rank].relay
-        for question in relay.take_questions():
-            watch.answer_to(self.now, question, self.pending[rank])
-        for answers in relay.take_received():
-            watch.take(answers)
-        relay.answers += watch.for_parent(self.now, partial=partial)
-        self.reports += watch.reports(self.now)
-        for question in watch.take_finished() if partial else ():
-            relay.finish(question)
-        super().post(rank, decide=decide)
-
-    def tick(self, random, step_s=1.0):
-        """Let time pass: each rank asks what is due, in random order among deliveries."""
-        self.now += step_s
-        for rank in random.sample(range(len(self.watches)), len(self.watches)):
-            question = self.watches[rank].due(self.now, self.pending[rank])
-            if question is not None:
-                self.negotiators[rank].relay.asked.append(question)
-            self.post(rank, partial=True)
-            for edge in random.sample(self.waiting(), min(3, len(self.queues))):
-                self.deliver(edge)
-                self.post(edge[1])
-        self.settle()
-
-    def submit(self, name, ranks, now=0.0):
-        for rank in ranks:
-            self.pending[rank][name] = now
 
 
 def stalled_run(size, *, missing=5, deaf=(), seconds=20, name="loss"):
-    """Run until the report of an operation that all ranks but one have submitted."""
-    ranks, random = Stalled(size), Random(size)
-    ranks.deaf = set(deaf)
-    ranks.submit(name, set(range(size)) - {missing})
-    ranks.now = 28.0
-    while ranks.now < 28.0 + seconds:
-        ranks.tick(random)
-    return ranks
+    """Return engines after the report of an operation that all ranks but one have submitted."""
+    engines = Engines(size, Network(size, seed=size), SETTINGS)
+    engines.network.lost = set(deaf)
+    with virtual_time(engines):
+        engines.submit(name, sorted(set(range(size)) - {missing}))
+        engines.network.run()
+        engines.messages.clear()
+        engines.watch_stalls(28.0, 28.0 + seconds)
+    return engines
 
 
-def counts_of(ranks):
+def counts_of(engines):
     """Return the numbers of messages, of messages to the root, and of bytes to the root."""
-    to_root = [message for _, dest, message in ranks.messages if dest == 0]
-    return len(ranks.messages), len(to_root), sum(map(len, to_root))
+    to_root = [num_bytes for _, dest, num_bytes in engines.messages if dest == 0]
+    return len(engines.messages), len(to_root), sum(to_root)
 
 
 SMALL, MANY = (8, 64), (64, 4096)
@@ -117,13 +64,12 @@ def test_silent_ranks_do_not_hide_the_answers_of_other_ranks():
 
 
 def test_names_that_differ_between_ranks_cost_one_question_per_second():
-    size, seconds = 256, 20
-    ranks, random = Stalled(size), Random(1)
-    for rank in range(size):
-        ranks.submit(f"noname.{rank}", [rank])
-    ranks.now = 29.0
-    for _ in range(seconds):
-        ranks.tick(random)
+    size, seconds = 128, 20
+    ranks = Engines(size, Network(size, seed=1), SETTINGS)
+    with virtual_time(ranks):
+        for rank in range(size):
+            ranks.submit(f"noname.{rank}", [rank])
+        ranks.watch_stalls(30.0, 30.0 + seconds)
     assert 1 < len(ranks.reports) <= seconds
     assert all("does not answer" not in text for text, _ in ranks.reports)
     assert all(len(text) < 20_000 for text, _ in ranks.reports)
