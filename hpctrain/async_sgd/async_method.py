@@ -61,7 +61,7 @@ class AsyncMethod(CommonBlock):
         model: module with equal parameters and buffers on every rank.
         optimizer: a plain torch optimizer.
         make_server: function that creates a server from messages, slots, roles and a shard.
-        servers: ranks that serve; None for all ranks.
+        servers: ranks that serve; None for a number of ranks that depends on the world.
         curvature: curvature of the loss, for a warning; None if it is not known.
         same: other arguments of the method that must be the same on every rank, by name.
     """

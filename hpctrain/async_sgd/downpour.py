@@ -247,6 +247,7 @@ class ImmediateServer(ParameterServer):
         super().__init__(*args, **options)
         self._scales_rate = scales_rate
         self._num_updates = Counter[int]()  # updates of each worker
+        self._total = 0  # sum of ``_num_updates``
         self._seen = Counter[int]()  # updates of other workers in the values of each worker
         self._staleness = Counter[int]()  # staleness of the last gradient of each worker
 
@@ -258,6 +259,7 @@ class ImmediateServer(ParameterServer):
         if push.weight:
             self.shard.step([push], settings)
             self._num_updates[source] += 1
+            self._total += 1
         self._staleness[source] = staleness
         return staleness
 
@@ -268,14 +270,12 @@ class ImmediateServer(ParameterServer):
         return self._staleness[source]
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        total = self._num_updates.total()
         for counts in (self._num_updates, self._seen, self._staleness):
             left = renumbered(counts, numbers)
             counts.clear()
             counts.update(left)
-        self._num_updates[_LOST] = (
-            total - self._num_updates.total()
-        )  # the values contain updates of lost workers
+        # The values contain updates of lost workers.
+        self._num_updates[_LOST] = self._total - self._num_updates.total()
 
     def _updates_of_others(self, worker: int) -> int:
-        return self._num_updates.total() - self._num_updates[worker]
+        return self._total - self._num_updates[worker]

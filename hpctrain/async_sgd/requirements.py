@@ -31,13 +31,15 @@ class Roles(NamedTuple):
         """Return the roles for ``servers``; raise ``ConfigError`` if ``servers`` is not valid."""
         everyone = [*range(size)]
         if servers is None or size == 1:
-            return cls(rank, size, everyone, everyone)
+            # Each worker sends a message to each server, so few ranks of a large world serve.
+            num = min(size, 4 * size.bit_length())
+            return cls(rank, size, [each * size // num for each in range(num)], everyone)
         ranks = everyone[-servers:] if isinstance(servers, int) else sorted(servers)
         is_number = isinstance(servers, int) and 0 < servers < size
         is_list = not isinstance(servers, int) and len({*ranks}) == len(ranks) > 0
         if not (is_number or (is_list and {*ranks} < {*everyone})):
             raise ConfigError(
-                f"servers must be None for all ranks, a number of dedicated ranks (the last "
+                f"servers must be None, a number of dedicated ranks (the last "
                 f"ranks), or a list of distinct ranks, and leave a worker, got {servers!r} with "
                 f"{size} ranks; use at most {size - 1} servers, or leave servers out"
             )

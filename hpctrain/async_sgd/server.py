@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpctrain.async_sgd.server_messages import (
     ServerReply,
     Settle,
 )
+from hpctrain.async_sgd.worker_clocks import WorkerClocks
 from hpctrain.comm.direct_messages import Message
 from hpctrain.core.errors import CommError, HpctrainError, MismatchError, NotFiniteError
 from hpctrain.core.units import by_rank
@@ -54,11 +56,11 @@ class ParameterServer(ABC):
     ) -> None:
         self._messages, self._slots, self._roles, self.shard = messages, slots, roles, shard
         self._bound, self.warmup = bound, warmup
-        self._clocks: dict[int, float] = dict.fromkeys(roles.workers, 0)
+        self._clocks = WorkerClocks(dict.fromkeys(roles.workers, 0))
         self._last_clock = 0  # the largest clock of any worker
         self._settled: dict[int, str] = {}  # by rank: the call in which the rank has settled
         self._left: set[int] = set()  # ranks that send no more requests
-        self._waiting: dict[int, int] = {}  # clocks of the ranks that wait for values
+        self._waiting = defaultdict[int, set[int]](set)  # by clock: ranks that wait for values
         self._error: HpctrainError | None = None
 
     def start(self) -> None:
@@ -80,7 +82,7 @@ class ParameterServer(ABC):
             numbers: new numbers of the surviving ranks, by their old numbers.
         """
         self._messages, self._slots, self._roles = messages, slots, roles
-        self._clocks = renumbered(self._clocks, numbers)
+        self._clocks = WorkerClocks(renumbered(self._clocks.by_worker, numbers))
         self._waiting.clear()
         self._settled.clear()
         self._left = {numbers[rank] for rank in self._left if rank in numbers}
@@ -120,7 +122,7 @@ class ParameterServer(ABC):
             if request.where:
                 self._note_settled(source, request.where)
         elif isinstance(request, Read):
-            self._waiting[source] = request.clock
+            self._waiting[request.clock].add(source)
         elif isinstance(request, Settle):
             self._note_settled(source, request.where)
             if len(self._settled) == self._roles.size:
@@ -136,10 +138,10 @@ class ParameterServer(ABC):
                 f"rate, or call skip_step() instead of such a step"
             )
         clock = request.clock + 1
-        if self._clocks[source] == clock:  # repeated after a recovery
-            self._waiting[source] = clock
+        if self._clocks.of(source) == clock:  # repeated after a recovery
+            self._waiting[clock].add(source)
             return
-        self._clocks[source] = clock
+        self._clocks.advance(source, clock)
         self._last_clock = max(self._last_clock, clock)
         is_near = source in self._slots
         if is_near:
@@ -147,18 +149,19 @@ class ParameterServer(ABC):
         staleness = self._push(source, request._replace(parts=tensors, is_near=is_near))
         self._after_clock()
         if request.reads:
-            self._waiting[source] = clock
+            self._waiting[clock].add(source)
         else:
             self._messages.replies.send(source, ServerReply(clock, staleness))
 
     def _answer_waiting(self) -> None:
-        if not self._waiting:
-            return
-        first, least = self._roles.workers[0], min(self._clocks.values(), default=math.inf)
-        is_warm = self._clocks.get(first, math.inf) >= self.warmup
-        for source, clock in [*self._waiting.items()]:
-            if (is_warm or source == first) and least >= clock - self._bound:
-                del self._waiting[source]
+        first = self._roles.workers[0]
+        is_warm = self._clocks.of(first) >= self.warmup
+        for clock in [each for each in self._waiting if self._clocks.least >= each - self._bound]:
+            answered = self._waiting.pop(clock)
+            if not is_warm and (early := answered - {first}):
+                self._waiting[clock] = early
+                answered &= {first}
+            for source in sorted(answered):
                 self._send_values(source, clock)
 
     def _send_values(self, source: int, clock: int) -> None:
@@ -172,9 +175,9 @@ class ParameterServer(ABC):
 
     def _note_settled(self, source: int, where: str) -> None:
         """Exclude ``source`` from waits; raise if the ranks settle in different calls."""
-        self._clocks.pop(source, None)
+        self._clocks.remove(source)
         self._settled.setdefault(source, where)  # a rank that has closed remains settled
-        if len({*self._settled.values()}) > 1:
+        if self._settled[source] != next(iter(self._settled.values())):
             places = [self._settled.get(rank, "its steps") for rank in range(self._roles.size)]
             raise MismatchError(
                 f"all ranks must reach the same settle(), finish() or end of the block, but the "
@@ -185,7 +188,7 @@ class ParameterServer(ABC):
     def _settle(self) -> None:
         """Send the values that include all updates to all ranks, and set all clocks equal."""
         self._settled.clear()
-        self._clocks = dict.fromkeys(self._roles.workers, self._last_clock)
+        self._clocks = WorkerClocks(dict.fromkeys(self._roles.workers, self._last_clock))
         self._begin(self._last_clock)
         for rank in range(self._roles.size):
             self._send_values(rank, self._last_clock)

@@ -1,6 +1,5 @@
 """``StaleSynchronous``: a worker may be a bounded number of steps ahead of the others."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -47,8 +46,9 @@ class StaleSynchronous(AsyncMethod):
             options on every rank in each step. The servers store the state.
         staleness: steps that a worker may be ahead of the slowest worker. Each rank stores
             ``staleness + 1`` gradients and the values in node memory.
-        servers: None for all ranks, each of which serves a shard of the parameters and is a
-            worker; a number of dedicated ranks, which are the last ranks; or a list of ranks.
+        servers: ranks that store the parameters; a number of dedicated ranks, which are the last
+            ranks; or a list of dedicated ranks. With None all ranks are workers, and in a world of
+            N ranks about 4 log2(N) of them, or all, also serve.
         curvature: largest eigenvalue of the Hessian, to warn if the learning rate is too large
             for the observed staleness; None for no warning.
 
@@ -126,8 +126,7 @@ class ClockedServer(ParameterServer):
         return 0
 
     def _after_clock(self) -> None:
-        least = min(self._clocks.values(), default=math.inf)
-        while self._applied < least and self._applied in self._pushed:
+        while self._applied < self._clocks.least and self._applied in self._pushed:
             self._apply(self._applied, 0)
             del self._pushed[self._applied]
             self._applied += 1
@@ -138,7 +137,7 @@ class ClockedServer(ParameterServer):
         if clock > self._applied:
             with self.shard.on_copy(out):
                 for ahead in range(self._applied, clock):
-                    self._apply(ahead, sum(other <= ahead for other in self._clocks.values()))
+                    self._apply(ahead, self._clocks.num_up_to(ahead))
         return clock - self._applied
 
     def _begin(self, clock: int) -> None:

@@ -38,7 +38,7 @@ class SyncConfig(CheckedFields):
     ] = SYNCHRONOUS
     """Average gradients in every step (synchronous), or take local steps and average weights
     (local_sgd, post_local_sgd, hierarchical_local_sgd, diloco, staged_sgd), with an optimizer.lr
-    for a rank's share of the batch. Or parameter servers on all ranks apply gradients
+    for a rank's share of the batch. Or parameter servers apply gradients
     asynchronously: with a bound on the staleness (ssp), every few steps (downpour) or at once
     (async)."""
     steps: Literal["auto"] | Number = 8
@@ -108,7 +108,7 @@ class SyncConfig(CheckedFields):
             require(
                 not {"servers", "warmup_steps", "most_ahead"} & args.keys(),
                 "sync.args must not have servers, warmup_steps or most_ahead, because all ranks "
-                "are servers and workers",
+                "are workers",
                 args,
                 "omit them; sync.staleness sets most_ahead",
             )
