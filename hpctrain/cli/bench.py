@@ -10,7 +10,6 @@ from typer.core import TyperGroup
 from hpctrain.cli.options import FAILED, argument, flag, option, takes
 from hpctrain.comm import mpi_world
 from hpctrain.core import atomic, keys
-from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_bytes, format_seconds, parse_bytes
 from hpctrain.cost import fitting
 from hpctrain.doctor.benchmarks import benchmark
@@ -126,14 +125,9 @@ def fit(
     _show(found)
     if out is None:
         return
-    try:
-        with atomic.publishing(out) as part:
-            part.write_text(keys.render(found.machine()), encoding="utf-8")
-    except OSError as error:
-        reason = atomic.refusal(error, "name another file")
-        raise ConfigError(
-            f"--out must be writable, but {out} cannot be written: {reason}"
-        ) from None
+    explained = atomic.explained_writes("--out", out, "name another file")
+    with explained, atomic.publishing(out) as part:
+        part.write_text(keys.render(found.machine()), encoding="utf-8")
     typer.echo(f"machine written to {out}")
 
 

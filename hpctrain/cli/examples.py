@@ -8,7 +8,6 @@ import typer
 
 from hpctrain.cli.options import argument
 from hpctrain.core import atomic
-from hpctrain.core.errors import ConfigError
 
 FOLDER = Path("examples")
 _INSTALLED = "share/hpctrain/examples/"
@@ -41,17 +40,13 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
         ConfigError: the directory cannot be written.
     """
     written = []
-    try:
+    what, elsewhere = "the directory of examples", "name another directory"
+    with atomic.explained_writes(what, folder, elsewhere):
         for name, source in _sources().items():
             if name.startswith(prefix) and not (folder / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(source.read_bytes())
                 written.append(folder / name)
-    except OSError as error:
-        reason = atomic.refusal(error, "name another directory")
-        raise ConfigError(
-            f"the directory of examples must be writable, but {folder} cannot be written: {reason}"
-        ) from None
     return written
 
 

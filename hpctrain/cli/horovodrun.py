@@ -5,7 +5,6 @@ the variable of hpctrain instead.
 """
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -32,7 +31,7 @@ class SupportedOption(NamedTuple):
         text = given if self.metavar else self.value
         try:
             if self.factor != 1:
-                text = str(int(_number(text) * self.factor))
+                text = str(int(horovod_variables.number(text) * self.factor))
             for known in horovod_variables.HONOURED:
                 if known.name == self.variable:
                     value = known.parse(text)
@@ -134,8 +133,7 @@ REFUSED = (
     UnsupportedOption("--blacklist-cooldown-range", _FIXED, num_values=2),
     UnsupportedOption("--slots-per-host", "set the ranks of each host by -H a:2,b:2"),
     UnsupportedOption(
-        "-p --ssh-port",
-        "set it for these hosts in ~/.ssh/config, which ssh and the launcher read",
+        "-p --ssh-port", "set it for these hosts in ~/.ssh/config, which ssh and the launcher read"
     ),
     UnsupportedOption("--output-filename", "use --tag-output and redirect the output into a file"),
     UnsupportedOption(
@@ -180,16 +178,6 @@ def split(interfaces: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct names of network interfaces from texts with names between commas."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"the value must be a finite number, got {text!r}")
-    return number
 
 
 def _keyword(names: str) -> str:

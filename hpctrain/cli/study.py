@@ -171,7 +171,8 @@ def run(options: StudyOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         # An exception ends the ranks of the present point.
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
-    _measure(found, attempts)
+    with StudyBar(found, attempts) as bar:
+        found.measure(attempts, begun=bar.begun, ended=bar.ended)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]
     remedy = "; --retry-failed measures the failed points again" if failed else ""
     typer.echo(
@@ -342,8 +343,3 @@ class StudyBar(Bar):
         del self._left[record.order]
         line = f"{record.text}  repeat {record.repeat}: {text}"
         self._console.print(line, soft_wrap=True)
-
-
-def _measure(found: "Study", attempts: "list[PointRepeat]") -> None:
-    with StudyBar(found, attempts) as bar:
-        found.measure(attempts, begun=bar.begun, ended=bar.ended)

@@ -21,9 +21,7 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 def allgather(
-    tensor: Tensor,
-    name: str | None = None,
-    process_set: ProcessSet | None = global_process_set,
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension. Collective.
 
@@ -50,9 +48,7 @@ def allgather(
 
 
 def allgather_async(
-    tensor: Tensor,
-    name: str | None = None,
-    process_set: ProcessSet | None = global_process_set,
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> Handle:
     """Start an ``allgather``; ``tensor`` must not change until the operation is done.
 

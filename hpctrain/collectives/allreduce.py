@@ -157,9 +157,7 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
     """
     scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
     return compressed(
-        compression,
-        check_group(tensors),
-        lambda small: _reduced(small, name, scaled, process_set),
+        compression, check_group(tensors), lambda small: _reduced(small, name, scaled, process_set)
     )
 
 

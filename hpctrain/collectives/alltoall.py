@@ -81,10 +81,7 @@ def alltoall_async(
 
 
 def _request(
-    controller: Controller,
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None,
-    name: str | None,
+    controller: Controller, tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None
 ) -> Request:
     check_rows(tensor, "alltoall")
     size = controller.comm.size

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpctrain.core.checksum import crc32
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.libc import exchange_names
 from hpctrain.core.units import MIB
 
@@ -133,6 +133,26 @@ def refusal(error: BaseException, elsewhere: str) -> str:
     return f"{reason}; {f'{remedy}, or ' if remedy else ''}{elsewhere}"
 
 
+@contextmanager
+def explained_writes(
+    what: str, path: Path | str, elsewhere: str, kind: type[HpctrainError] = ConfigError
+) -> Iterator[None]:
+    """Convert an ``OSError`` inside the block into an error with a remedy.
+
+    Args:
+        what: description of the file or folder that the block writes.
+        path: its path.
+        elsewhere: remedy that selects another path.
+        kind: class of the new error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(
+            f"{what} must be writable, but {path} cannot be written: {refusal(error, elsewhere)}"
+        ) from error
+
+
 def crc32_of(path: Path) -> int:
     """Return the crc32 of all bytes of a file."""
     crc = 0
@@ -144,12 +164,9 @@ def crc32_of(path: Path) -> int:
 
 def write_new(path: Path, text: str) -> None:
     """Write a new file. Raises ``ConfigError``: the file exists, or cannot be written."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists and is not replaced; choose another name") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {refusal(error, 'name another file')}"
-        ) from None
+    with explained_writes("a new file", path, "name another file"):
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists and is not replaced; choose another name") from None

@@ -24,14 +24,15 @@ class Variable(NamedTuple):
     parse: Callable[[str], Any]  # converts the text; returns None if the setting keeps its default
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """Return a number of at least 0. Raises ``ConfigError`` for another text."""
     try:
-        number = float(text)
+        value = float(text)
     except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:  # also if it is NaN
+        value = math.nan
+    if not 0 <= value < math.inf:  # also if it is NaN
         raise ConfigError(f"the value must be a number of at least 0, got {text!r}")
-    return number
+    return value
 
 
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -52,12 +53,12 @@ HONOURED = (
         "timeline",
         lambda text: None if text == "DYNAMIC" else from_environment(text),
     ),
-    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", lambda t: _number(t) > 0),
-    Variable("HOROVOD_FUSION_THRESHOLD", "fusion_bytes", lambda text: int(_number(text))),
-    Variable("HOROVOD_CYCLE_TIME", "cycle_s", lambda text: _number(text) / 1000),
-    Variable("HOROVOD_STALL_CHECK_DISABLE", "stall_s", lambda t: math.inf if _number(t) else None),
-    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", lambda text: _number(text) or None),
-    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: _number(t) or None),
+    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", lambda t: number(t) > 0),
+    Variable("HOROVOD_FUSION_THRESHOLD", "fusion_bytes", lambda text: int(number(text))),
+    Variable("HOROVOD_CYCLE_TIME", "cycle_s", lambda text: number(text) / 1000),
+    Variable("HOROVOD_STALL_CHECK_DISABLE", "stall_s", lambda t: math.inf if number(t) else None),
+    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", lambda text: number(text) or None),
+    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
 )
 """Variables that hpctrain reads. The first variable of a setting in this order has precedence."""

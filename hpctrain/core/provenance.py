@@ -52,10 +52,7 @@ def _git(folder: Path, *words: str) -> str:
         return ""
     try:
         done = subprocess.run(  # noqa: S603 - fixed words
-            [git, "-C", str(folder), *words],
-            capture_output=True,
-            check=False,
-            timeout=_GIT_S,
+            [git, "-C", str(folder), *words], capture_output=True, check=False, timeout=_GIT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.atomic import make_folder, refusal, sync
+from hpctrain.core.atomic import explained_writes, make_folder, sync
 from hpctrain.core.config import setting
-from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Self
 
 _FLUSH_S = 1.0  # records of this time may be lost by a kill; the study repeats such a run
@@ -122,15 +121,11 @@ class _Recorder:
     def __init__(self, folder: Path) -> None:
         self._pid, self._flushed = os.getpid(), time.monotonic()
         self._pending: list[dict[str, float]] = []
-        try:
+        elsewhere = "name another folder, or unset HPCTRAIN_RECORDS"
+        with explained_writes("the folder of HPCTRAIN_RECORDS", folder, elsewhere):
             make_folder(folder)
             # Host and process id distinguish the files: the rank may be unknown.
             self._records = Records(folder / f"{platform.node()}-{self._pid}.jsonl")
-        except OSError as error:
-            raise ConfigError(
-                f"the folder of HPCTRAIN_RECORDS must be writable, but {folder} is not: "
-                f"{refusal(error, 'name another folder, or unset HPCTRAIN_RECORDS')}"
-            ) from None
         atexit.register(self.flush)
 
     def write(self, step: int, values: dict[str, float]) -> None:

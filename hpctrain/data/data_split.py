@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.atomic import publishing, reason_of, refusal
+from hpctrain.core.atomic import explained_writes, publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
@@ -87,16 +87,14 @@ class Split:
 
     def write(self, path: Path | str) -> None:
         """Write the file atomically. Raises ``DataError``: the file cannot be written."""
-        try:
-            with publishing(absolute(path)) as part, part.open("wb") as file:
-                number = np.int64(self.num_parts)
-                uuid, about = np.str_(self.uuid), np.str_(self.about)
-                np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
-        except OSError as error:
-            raise DataError(
-                f"the file of a split must be writable, but {path} cannot be written: "
-                f"{refusal(error, 'choose another name')}"
-            ) from error
+        with (
+            explained_writes("the file of a split", path, "choose another name", DataError),
+            publishing(absolute(path)) as part,
+            part.open("wb") as file,
+        ):
+            number = np.int64(self.num_parts)
+            uuid, about = np.str_(self.uuid), np.str_(self.about)
+            np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
 
     @cached_property
     def checksum(self) -> str:

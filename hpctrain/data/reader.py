@@ -72,12 +72,7 @@ class ShardedDataset(Indexable):
 
     @classmethod
     def open(
-        cls,
-        path: Path | str,
-        comm: Communicator,
-        *,
-        verify: Verify = "first",
-        io: IO = "auto",
+        cls, path: Path | str, comm: Communicator, *, verify: Verify = "first", io: IO = "auto"
     ) -> Self:
         """Open a data set on all ranks: rank 0 reads the manifest, each rank checks some shards.
 

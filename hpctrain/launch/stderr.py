@@ -24,9 +24,8 @@ _NOISE = re.compile(
     rb"mpirun has exited due to process|mpiexec has exited due to process"
 )
 """Messages of launchers about a rank that ended all other ranks."""
-_SILENT = re.compile(
-    rb"exiting\s+improperly"
-)  # in messages about a rank that ended without an error text
+_SILENT = re.compile(rb"exiting\s+improperly")
+"""Matches messages about a rank that ended without an error text."""
 _ERRORS = re.compile(
     rb"\[rank \d+\] |Traceback \(most|"
     rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",

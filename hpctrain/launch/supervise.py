@@ -121,9 +121,8 @@ def _meant(code: int, counts: Counter[str]) -> int:
         code += 128  # as in Open MPI and shells
     if counts[ENDING] and code not in (0, STOPPED):
         return counts[ENDING]
-    has_hung = (
-        counts[LOST] and code == -signal.SIGKILL
-    )  # mpirun hung after the loss of a node, and was killed
+    # mpirun hung after the loss of a node, and was killed
+    has_hung = counts[LOST] and code == -signal.SIGKILL
     if counts[FAILED] or has_hung or code == 128 + signal.SIGKILL:
         return RANK_LOST  # the exit code of ranks that detect the loss themselves
     if code == 0 and (counts[LOST] or counts[BEGUN] > counts[ENDED]):

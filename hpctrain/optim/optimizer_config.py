@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from hpctrain.core.checks import (
-    AtLeast0,
-    Bounds,
-    CheckedFields,
-    Count,
-    Positive,
-    checked,
-    require,
-)
+from hpctrain.core.checks import AtLeast0, Bounds, CheckedFields, Count, Positive, checked, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

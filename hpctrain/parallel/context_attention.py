@@ -119,10 +119,7 @@ class _Ring(torch.autograd.Function):
                 likely = (_scores(query, keys, is_own=source == rank) - weight).exp()
                 steep = likely * (gradient @ values.mT - share)
                 of_query += steep @ keys * scale
-                grown = (
-                    grown[0] + steep.mT @ query * scale,
-                    grown[1] + likely.mT @ gradient,
-                )
+                grown = (grown[0] + steep.mT @ query * scale, grown[1] + likely.mT @ gradient)
             # Gradients are sent together with their keys and values, and after a full turn reach
             # the rank that owns the part.
             grown = _pass_on(ctx.group, *grown)

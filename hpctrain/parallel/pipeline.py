@@ -222,9 +222,8 @@ class Pipeline:
         norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
         sums = torch.zeros(1 + self._mesh.size(), dtype=torch.float64)
         sums[0] = norm.to(sums).square()
-        sums[1 + self._mesh.get_local_rank()] = (
-            max_norm  # the sum contains the values of all ranks
-        )
+        # The sum contains the values of all ranks.
+        sums[1 + self._mesh.get_local_rank()] = max_norm
         dist.all_reduce(sums, group=self._group)
         if not torch.equal(sums[1:], sums[1].expand(self._mesh.size())):
             lines, remedy = [f"max_norm {max_norm}"], "pass the same value"

@@ -179,10 +179,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
     for stage in range(2, num_stages + 1):
         best = {
             number: min(
-                (
-                    max(best[before][0], ends[number] - ends[before]),
-                    (*best[before][1], number),
-                )
+                (max(best[before][0], ends[number] - ends[before]), (*best[before][1], number))
                 for before in range(stage - 1, number)
             )
             for number in range(stage, len(ends))

@@ -14,8 +14,7 @@ from string import Template
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.core.atomic import make_folder, publishing, refusal
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.atomic import explained_writes, make_folder, publishing
 from hpctrain.report.drawing import COLOURS, missing
 from hpctrain.report.figure import Estimate, Figure
 
@@ -55,16 +54,11 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
 
 def write_page(path: Path, text: str) -> Path:
     """Write a page atomically. Raises ``ConfigError`` if the file cannot be written."""
-    try:
+    with explained_writes("the page", path, "name another file with --out"):
         make_folder(path.parent)
         with publishing(path) as part:
             # Half of a surrogate pair has no UTF-8 and is replaced by a question mark.
             part.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(
-            f"the page must be writable, but {path} cannot be written: "
-            f"{refusal(error, 'name another file with --out')}"
-        ) from None
     return path
 
 

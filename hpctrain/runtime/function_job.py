@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,11 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
             f"the second argument of submit must be the resources of the job, got {resources!r}; "
             f"use hpctrain.submit(fn, hpctrain.Resources(nodes=1), ...)"
         )
+    name = getattr(fn, "__name__", "function").strip("<>")
+    folder = absolute(_new_folder(name) if resources.folder is None else resources.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     settings = BatchSettings(
-        job_name=getattr(fn, "__name__", "function").strip("<>"),
+        job_name=name,
         partition=resources.partition,
         account=resources.account,
         nodes=resources.nodes,
@@ -171,30 +174,13 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
         gpus_per_node=resources.gpus,
         requeue=resources.requeue,
         extra=tuple(resources.options),
-    )
-    folder = resources.folder
-    where = _new_folder(settings.job_name or "") if folder is None else folder
-    return _sent(settings, absolute(where), fn, args, kwargs)
-
-
-def _sent(
-    settings: BatchSettings,
-    folder: Path,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Job:
-    """Write the function call and a batch script to a folder, and submit the script to Slurm."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = replace(
-        settings,
         output=f"{folder}/slurm-%j.out",
         program=tuple(write_call(folder, fn, args, kwargs)),
         directory=str(folder),
     )
     script = batch_script.script("requeue" if settings.requeue else "multi_node", settings)
     number = scheduler.submit_in(folder, script, environment_of_ranks())
-    return Job(number, folder, (settings.nodes or 1) * (settings.ntasks_per_node or 1))
+    return Job(number, folder, resources.nodes * resources.tasks)
 
 
 def _new_folder(name: str) -> Path:

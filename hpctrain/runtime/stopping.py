@@ -55,6 +55,18 @@ def deadline(
     return min(ends, default=None)
 
 
+def end_of_job() -> float | None:
+    """Return the end of the batch job in seconds since 1970; None without one, or if unknown."""
+    try:
+        return job_end()
+    except LaunchError as error:
+        logger.warning(
+            f"the run cannot stop by itself before its job ends: {error}; set stop.after in the "
+            f"configuration, or HPCTRAIN_BUDGET"
+        )
+    return None
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
     """Block SIGUSR1 until ``StopRequests`` is entered in the block.
@@ -265,14 +277,8 @@ class CommonStop:
     def _new_requests(self) -> StopRequests:
         if self._comm.rank:
             return StopRequests()
-        folder, ends = run_directory(), None
-        try:
-            ends = job_end()
-        except LaunchError as error:
-            logger.warning(
-                f"the ranks cannot save and stop before the time limit of the job: {error}"
-            )
-        end = deadline(self._started, self._budget_s, ends, MARGIN_S)
+        folder = run_directory()
+        end = deadline(self._started, self._budget_s, end_of_job(), MARGIN_S)
         return StopRequests(stop_file=folder and folder / "STOP", deadline=end)
 
     @staticmethod

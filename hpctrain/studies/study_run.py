@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +12,7 @@ from statistics import fmean
 
 from hpctrain.cluster.env import job_id, tuning
 from hpctrain.cluster.resources import affinity, num_granted
-from hpctrain.core.atomic import make_folder, refusal
+from hpctrain.core.atomic import explained_writes, make_folder
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
 from hpctrain.core.logs import logger
@@ -168,15 +168,9 @@ class Study:
                 kept = {n: {**before[n], attempt.text: value} for n, value in found.items()}
                 folder.write(folder.environment, {**before, **kept, "mpi": mpi})
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"the folder {self.folder.path} of the study cannot be written: "
-                f"{refusal(error, 'choose another folder with --out')}; existing records stay"
-            ) from None
+    def _explained(self) -> AbstractContextManager[None]:
+        elsewhere = "choose another folder with --out; existing records stay"
+        return explained_writes("the folder of a study", self.folder.path, elsewhere)
 
 
 def _environment() -> Environment:

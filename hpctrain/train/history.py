@@ -159,11 +159,8 @@ class RunHistory:
     @property
     def headline(self) -> str:
         """State, ranks, steps and test results of the run in one line."""
-        begun, rate, test = (
-            self.view.begun,
-            self.configuration.get("optimizer.lr"),
-            self.last("test"),
-        )
+        begun, test = self.view.begun, self.last("test")
+        rate = self.configuration.get("optimizer.lr")
         ranks, nodes = begun.get("world_size", 1), begun.get("nodes", 1)
         told = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
         told += [f"learning rate {rate:g}"] if rate is not None else []

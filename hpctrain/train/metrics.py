@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.atomic import PART, publishing, refusal
+from hpctrain.core.atomic import PART, explained_writes, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.python_compat import Self
@@ -52,13 +52,9 @@ class Metrics:
         """Append one record; numbers that are not finite become null, as JSON requires."""
         if self._records is None or not self._may_write():
             return
-        try:
+        elsewhere = "copy the run to another folder; then continue with --resume"
+        with explained_writes("the file of records", self._records.path, elsewhere):
             self._records.append({"event": event, **values})
-        except OSError as error:
-            raise ConfigError(
-                f"the records of the run cannot be written to {self._records.path}: "
-                f"{refusal(error, 'copy the run to another folder')}; then continue with --resume"
-            ) from error
         self.num_records += 1
         if self._loggers is not None:
             self._loggers.write(finite({"event": event, **values}))

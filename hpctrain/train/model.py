@@ -115,12 +115,9 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = torch.load(path, map_location="cpu", weights_only=True)
         # pickle, zip and torch raise any of these for other files.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
-            is_other = isinstance(error, pickle.UnpicklingError)  # torch's text is too long
-            said = (
-                "the file contains objects other than tensors"
-                if is_other
-                else str(error).splitlines()[0]
-            )
+            said = str(error).partition("\n")[0]
+            if isinstance(error, pickle.UnpicklingError):  # torch's text is too long
+                said = "the file contains objects other than tensors"
             raise ConfigError(
                 f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
                 f"checkpoint, or a file of torch.save or safetensors with a state dict"
@@ -204,10 +201,8 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
             recompute(model, [name])
     if not config.compile:
         return
-    args = {
-        "dynamic": False,
-        **config.compile_args,
-    }  # the kernel of a shape must not depend on other shapes
+    # The kernel of a shape must not depend on other shapes.
+    args = {"dynamic": False, **config.compile_args}
     check_arguments(torch.compile, 1, args, "train.compile_args")
     try:
         model.compile(**args)

@@ -18,13 +18,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import (
-    CheckpointError,
-    ConfigError,
-    LaunchError,
-    NotFiniteError,
-    ReplicaError,
-)
+from hpctrain.core.errors import CheckpointError, ConfigError, NotFiniteError, ReplicaError
 from hpctrain.core.keys import render
 from hpctrain.core.lazy import imported
 from hpctrain.core.logs import logger
@@ -34,9 +28,8 @@ from hpctrain.core.units import format_seconds
 from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.launch.lease import TIMES, Holder, Lease
-from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import initialization, recovery, world
-from hpctrain.runtime.stopping import StopRequests, deadline
+from hpctrain.runtime.stopping import StopRequests, deadline, end_of_job
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluation import evaluate
@@ -326,15 +319,8 @@ def requests_of(
     """Return the stop requests: signals on every rank; deadline and stop file on rank 0."""
     if comm.rank:
         return StopRequests()
-    try:
-        ends = job_end()
-    except LaunchError as error:
-        logger.warning(
-            f"the run cannot stop by itself before its job ends: {error}; set stop.after"
-        )
-        ends = None
     margin_s = seconds(config.stop.margin) or 0.0
-    end = deadline(started, seconds(config.stop.after), ends, margin_s)
+    end = deadline(started, seconds(config.stop.after), end_of_job(), margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 

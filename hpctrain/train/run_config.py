@@ -46,10 +46,7 @@ _UNAVERAGED = 0, "servers apply gradients before they are averaged"
 
 # By the demand of one key: the values that others must have, and the reason (`require_values`).
 _REPRODUCIBLE: _Rules = {
-    "data.on_corrupt": (
-        "raise",
-        "skipped samples would move samples between micro-shards",
-    ),
+    "data.on_corrupt": ("raise", "skipped samples would move samples between micro-shards"),
     "train.accumulate": (1, "micro-shards accumulate gradients too; set train.micro_shards"),
     "train.device": _ON_CPU,
     "train.precision": _NO_SCALE,

@@ -4,15 +4,15 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.env import job_facts, job_id, loaded_modules, tuning
 from hpctrain.cluster.resources import affinity, links
-from hpctrain.core.atomic import make_folder, publishing, refusal
+from hpctrain.core.atomic import explained_writes, make_folder, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.paths import absolute
 from hpctrain.core.provenance import processor, project, versions
@@ -130,16 +130,10 @@ class RunDirectory:
             _publish({self.config: config, self.plan: _json(plan)})
             self.stop.unlink(missing_ok=True)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self) -> AbstractContextManager[None]:
         """Convert ``OSError`` inside the block into ``ConfigError`` with a remedy."""
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"the run directory {self.path} cannot be written: "
-                f"{refusal(error, 'choose another with --set output_dir=…')}"
-            ) from None
+        elsewhere = "choose another with --set output_dir=…"
+        return explained_writes("the run directory", self.path, elsewhere)
 
 
 def _publish(texts: Mapping[Path, str]) -> None:

@@ -6,7 +6,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.atomic import refusal
+from hpctrain.core.atomic import explained_writes
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import draw_panels
 from hpctrain.report.figure import PARTS, Figure, Kind, Series
@@ -42,6 +42,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
     noise = "Batch size in samples at which noise and signal of the gradient are equal."
     away = "Root mean square distance of the replicas from their mean."
     coded = _steps_with("won_s")
+    coded_bytes = "Per step, with compression."
     won = "Per step, against the measured link without compression."
     found = [
         _losses(runs, smooth),
@@ -51,13 +52,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
         _by_step(runs, "samples_per_s", "Samples per second", "Over all ranks.", smooth=smooth),
         _by_step(runs, "drift", "Distance of replicas", away, _steps_with("drift")),
         _by_step(runs, "noise_scale", "Gradient noise scale", noise, _steps_with("noise_scale")),
-        _by_step(
-            runs,
-            "rail_bytes",
-            "Bytes between nodes",
-            "Per step, with compression.",
-            _steps_with("won_s"),
-        ),
+        _by_step(runs, "rail_bytes", "Bytes between nodes", coded_bytes, coded),
         _by_step(runs, "won_s", "Seconds won by compression", won, coded),
         *_ranks(runs),
     ]
@@ -96,11 +91,9 @@ def draw_runs(
     figures = [each for each in figures if is_one or not each.name.startswith("ranks")]
     lines = labelled(runs, "headline")
     lines += [] if figures else ["no step is recorded yet"]
-    try:
+    with explained_writes("the file of a plot", path, elsewhere):
         path.parent.mkdir(parents=True, exist_ok=True)
         draw_panels(figures, path, ", ".join(run.title for run in runs), "\n".join(lines))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {refusal(error, elsewhere)}") from None
 
 
 def draw_run(directory: Path, path: Path) -> None:

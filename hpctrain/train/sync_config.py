@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from hpctrain.core.checks import (
-    AtLeast0,
-    Bounds,
-    CheckedFields,
-    Count,
-    Fraction,
-    Number,
-    require,
-)
+from hpctrain.core.checks import AtLeast0, Bounds, CheckedFields, Count, Fraction, Number, require
 from hpctrain.core.config import COMPRESSIONS
 
 SYNCHRONOUS: Final = "synchronous"

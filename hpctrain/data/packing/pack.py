@@ -214,9 +214,8 @@ def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")
-        return (
-            f"{num_parts} of {size} ranks {packs}, because the source has {num_parts} {parts}",
-        )
+        note = f"{num_parts} of {size} ranks {packs}, because the source has {num_parts} {parts}"
+        return (note,)
     return ()
 
 

@@ -24,10 +24,8 @@ Array = NDArray[Any]
 Batch = dict[str, Array | list[Array]]
 """Samples by field: an array ``(num_samples, *shape)``, or a list of samples if ragged."""
 
-BATCH_BYTES = 8 * MIB
-BATCH_SAMPLES = (
-    1024  # limits of a batch in samples and bytes, of which the first reached ends the batch
-)
+BATCH_BYTES, BATCH_SAMPLES = 8 * MIB, 1024
+"""Limits of a batch in bytes and samples, of which the first reached ends the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -215,9 +215,8 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
             worker to end.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(
-            kind, signal.SIG_IGN
-        )  # meant for the rank, which ends the server by closing the sockets
+        # Meant for the rank, which ends the server by closing the sockets.
+        signal.signal(kind, signal.SIG_IGN)
     import_module("hpctrain.data.reader")  # one import for all workers
     alive: _Alive = {}
     for number, descriptor in enumerate(workers):

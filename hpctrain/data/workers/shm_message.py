@@ -25,9 +25,8 @@ class ShmMessage:
     payload: bytes  # the value without its tensors and arrays
     pieces: tuple[tuple[int, int], ...]
     """Offset and number of bytes of each tensor and array in the shared memory."""
-    num_bytes: (
-        int  # size of the shared memory; its descriptor is sent after the message; 0 for none
-    )
+    num_bytes: int
+    """Size of the shared memory, whose descriptor is sent after the message; 0 for none."""
 
 
 def pack(value: object) -> tuple[ShmMessage, int | None]:

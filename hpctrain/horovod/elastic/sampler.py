@@ -140,9 +140,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        return iter(
-            part_of(self.remaining_indices, self.rank, self.num_replicas, self._order),
-        )
+        return iter(part_of(self.remaining_indices, self.rank, self.num_replicas, self._order))
 
     def __len__(self) -> int:
         return self.num_samples

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster.env import slurm, slurm_number
-from hpctrain.core.atomic import publishing, refusal
+from hpctrain.core.atomic import explained_writes, publishing
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
 from hpctrain.launch.program import CompletedProgram, run_to_end
@@ -231,18 +231,13 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ
         ConfigError: the directory is not writable.
         LaunchError: Slurm refuses the job.
     """
-    try:
+    with explained_writes("the folder of a job", folder, "choose another folder with --name"):
         folder.mkdir(parents=True, exist_ok=True)
         with publishing(folder / SCRIPT) as part:
             part.write_text(script, encoding="utf-8")
         number = submit(folder / SCRIPT, environ)
         with (folder / JOBS).open("a", encoding="utf-8") as file:
             file.write(f"{number}\n")
-    except OSError as error:
-        raise ConfigError(
-            f"the folder of a job must be writable, but {folder} cannot be written: "
-            f"{refusal(error, 'choose another folder with --name')}"
-        ) from None
     return number
 
 
