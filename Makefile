@@ -326,17 +326,13 @@ docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, publi
 	python -m sphinx -q -W --keep-going -c hpctrain/guide/html build/docs-source build/docs
 	@echo "build/docs/index.html"
 
+# The wheel without a network, the sdist from the package index; see tests/dist.py.
 .PHONY: dist
-dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it
-	rm -rf dist build/wheel-venv
+dist: .venv/stamp ## build wheel and sdist; run commands and examples with each in an empty environment
+	rm -rf dist
 	python -m build --outdir dist
 	twine check --strict dist/*
-	$(PYTHON) -m venv build/wheel-venv
-	build/wheel-venv/bin/pip install --quiet -c .ci/constraints.txt dist/hpctrain-*.whl
-	cd build && wheel-venv/bin/hpctrain --version && wheel-venv/bin/python -c 'import hpctrain'
-	cd "$$(mktemp -d)" && $(CURDIR)/build/wheel-venv/bin/hpctrain study init strong.toml \
-	  && $(CURDIR)/build/wheel-venv/bin/hpctrain study run strong.toml --dry-run \
-	  && $(CURDIR)/build/wheel-venv/bin/hpctrain examples
+	python tests/dist.py dist
 
 .PHONY: clean
 clean: ## remove all files that the targets made, except runs

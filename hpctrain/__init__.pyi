@@ -47,6 +47,7 @@ from hpctrain.core.errors import CorruptError as CorruptError
 from hpctrain.core.errors import DataError as DataError
 from hpctrain.core.errors import DuplicateNameError as DuplicateNameError
 from hpctrain.core.errors import HorovodInternalError as HorovodInternalError
+from hpctrain.core.errors import HpctrainDeprecationWarning as HpctrainDeprecationWarning
 from hpctrain.core.errors import HpctrainError as HpctrainError
 from hpctrain.core.errors import LaunchError as LaunchError
 from hpctrain.core.errors import MismatchError as MismatchError

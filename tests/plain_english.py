@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("hpctrain", "tests", "examples", "perf", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FOLDERS = (
+    "hpctrain",
+    "tests",
+    "examples",
+    "perf",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "SUPPORT.md",
+)
 LIMIT = 3.0
 
 TERMS = {

@@ -79,6 +79,18 @@ def test_the_changelog_begins_with_this_version():
     assert versions[0] == hpctrain.__version__
 
 
+def test_citation_and_recipes_have_this_version():
+    for name in ("CITATION.cff", "examples/recipes/spack_package.py"):
+        assert re.findall(r"\bversion\W+([\d.]+\w*)", text_of(name))[-1] == hpctrain.__version__
+    assert len(text_of("CONTRIBUTING.md").splitlines()) <= 75
+
+
+def test_the_first_screen_of_the_readme_has_the_main_job_and_the_tests_with_their_durations():
+    screen = text_of("README.md").splitlines()[:20]
+    for target in ("demo", "test"):
+        assert any(re.search(rf"^    make {target} .*: \d+ minutes$", line) for line in screen)
+
+
 def test_each_change_is_one_line_that_ends_with_a_full_stop():
     for line in text_of("CHANGELOG.md").splitlines():
         if line.startswith("- "):

@@ -13,7 +13,7 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import CommError, ConfigError, HpctrainDeprecationWarning
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.pending_table import NUM_SLOTS
@@ -72,7 +72,7 @@ def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3)
         )
     warnings.warn(
         "the argument average is deprecated; use op=Average or op=Sum",
-        DeprecationWarning,
+        HpctrainDeprecationWarning,
         stacklevel=stacklevel,
     )
     return ReduceOp.AVERAGE if average else ReduceOp.SUM

@@ -1,4 +1,4 @@
-"""Errors for users. A message states the rule, the value found and the remedy."""
+"""Errors and warnings for users. A message states the rule, the value found and the remedy."""
 
 
 class HpctrainError(Exception):
@@ -76,6 +76,13 @@ class CorruptError(DataError):
 
 class CheckpointError(HpctrainError):
     """A checkpoint cannot be written or read."""
+
+
+class HpctrainDeprecationWarning(DeprecationWarning):
+    """A name or an argument works, but will be removed; the message names its replacement.
+
+    ``hpctrain guide versions`` describes how long a deprecated name works.
+    """
 
 
 class NotInitializedError(HpctrainError, ValueError):

@@ -18,7 +18,7 @@ from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec, Savings
 from hpctrain.compress.half import Compression
 from hpctrain.core.checks import Amount, Number, checked
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainDeprecationWarning
 from hpctrain.core.lazy import imported
 from hpctrain.core.torch_compat import dynamo_disable, leave_scaling_to
 from hpctrain.gradients.averaged_gradients import AveragedGradients
@@ -398,7 +398,8 @@ def _register_move(exchange: OptimizerExchange) -> None:
 
 def _groups(num_groups: int, groups: Groups | None) -> Groups | None:
     if num_groups:
-        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=3)
+        what = "num_groups is deprecated; use groups"
+        warnings.warn(what, HpctrainDeprecationWarning, stacklevel=3)
     return num_groups or None if groups is None else groups
 
 

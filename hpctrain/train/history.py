@@ -49,6 +49,7 @@ class RunHistory:
             ConfigError: the directory has no records, or a file is damaged.
         """
         directory, view = RunDirectory(path), RunWatch(path).look()
+        directory.check_format()
         if not directory.metrics.exists():
             raise ConfigError(
                 f"{path} must have records, but its job has not started to train; wait for its "

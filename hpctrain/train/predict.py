@@ -61,6 +61,7 @@ def load_task(
     def find() -> Path:
         if not directory.config.exists():
             raise ConfigError(f"{path} contains no run; pass a run directory, such as runs/digits")
+        directory.check_format()
         return checkpoint_of(path, which)
 
     checkpoint = on_root(comm, find)

@@ -52,8 +52,9 @@ def continues_run(config: RunConfig, directory: RunDirectory, *, asked: bool) ->
         asked: whether the command has ``--resume``.
 
     Raises:
-        ConfigError: ``asked``, but the directory contains no run.
+        ConfigError: ``asked``, but the directory contains no run, or a run of a newer hpctrain.
     """
+    directory.check_format()
     if asked and not directory.has_begun():
         raise ConfigError(
             f"--resume must find a run, but {directory.path} contains none; leave --resume out "

@@ -14,6 +14,7 @@ from hpctrain.cluster.env import job_facts, job_id, loaded_modules, tuning
 from hpctrain.cluster.resources import affinity, links
 from hpctrain.core.atomic import explained_writes, make_folder, publishing
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.paths import absolute
 from hpctrain.core.provenance import processor, project, versions
 from hpctrain.core.records import read
@@ -21,6 +22,9 @@ from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Holder
 from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.train.metrics import RANKS, cut
+
+VERSION, READER = 1, "1.0"
+"""Version of the format of a run directory, and the oldest hpctrain that reads this version."""
 
 
 class RunDirectory:
@@ -44,6 +48,19 @@ class RunDirectory:
     def has_begun(self) -> bool:
         """Return True if a run was started in this directory."""
         return self.config.exists() or self.metrics.exists()
+
+    def check_format(self) -> None:
+        """Check that this hpctrain can read the files of the run.
+
+        Raises:
+            ConfigError: a newer hpctrain wrote them, in a newer format.
+        """
+        try:
+            record = json.loads(self.environment.read_bytes())
+        except (OSError, ValueError):  # missing or damaged: readers of the file report it
+            return
+        if isinstance(record, dict) and (fault := fault_of(record, VERSION)):
+            raise ConfigError(f"the run {self.path} cannot be read: {fault}")
 
     def is_used(self) -> bool:
         """Return True if the directory has a checkpoint or a test record.
@@ -107,7 +124,8 @@ class RunDirectory:
             self.ranks.unlink(missing_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-            _publish({self.environment: _json(environment), self.plan: _json(plan)})
+            stamped = _json({**stamp(VERSION, READER), **environment})
+            _publish({self.environment: stamped, self.plan: _json(plan)})
             _publish({self.config: config})  # last, because has_begun() checks this file
 
     def resume(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:

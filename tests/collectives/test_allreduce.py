@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainDeprecationWarning
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -44,9 +44,9 @@ def test_default_is_the_average_and_the_deprecated_argument_works(hvd):
     tensor = torch.tensor([float(hvd.rank())])
     mean = sum(range(hvd.size())) / hvd.size()
     assert hvd.allreduce(tensor).item() == pytest.approx(mean)
-    with pytest.warns(DeprecationWarning, match="op=Average"):
+    with pytest.warns(HpctrainDeprecationWarning, match="op=Average"):
         assert hvd.allreduce(tensor, average=True).item() == pytest.approx(mean)
-    with pytest.warns(DeprecationWarning, match="op=Average"):
+    with pytest.warns(HpctrainDeprecationWarning, match="op=Average"):
         assert hvd.allreduce_(tensor.clone(), average=False).item() == sum(range(hvd.size()))
     with pytest.raises(ValueError, match="must not both be given"):
         hvd.allreduce(tensor, average=True, op=hvd.Sum)

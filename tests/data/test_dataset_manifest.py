@@ -66,7 +66,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
     ("changes", "words"),
     [
         ({"format": "other"}, "must be .*, got 'other'"),
-        ({"version": 2}, "update hpctrain"),
+        ({"version": 2, "reader": "1.7"}, "at most 1, got 2; install hpctrain 1.7 or later$"),
         ({"shards": [{}]}, "KeyError"),
         ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "must have an index"),
         ({"fields": {"x": field_record(filter="lzma")}}, "None or zstd, got 'lzma'"),

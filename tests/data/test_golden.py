@@ -1,7 +1,7 @@
 """Check that old data sets stay readable, also by h5dump; no data of other files are read.
 
 ``golden/plain`` was written before ragged and compressed fields existed, ``golden/kinds``
-afterwards; neither must be rewritten.
+afterwards, ``golden/stamped`` by version 1.0; none must be rewritten.
 """
 
 from dataclasses import replace
@@ -24,6 +24,7 @@ from tests.data.plain import read_whole
 from tests.processes import ended
 
 GOLDEN = Path(__file__).parent / "golden"
+STAMPED = GOLDEN / "stamped/manifest.json"
 NUMBERS = np.arange(20)
 PLAIN = {
     "image": (NUMBERS[:, None, None] * 6 + np.arange(6).reshape(3, 2)).astype("f4"),
@@ -43,6 +44,14 @@ KINDS = {
 def test_golden_data_has_the_current_version():
     assert VERSION == 1
     assert {Manifest.read(GOLDEN / name).block_size for name in ("plain", "kinds")} == {8}
+
+
+def test_a_set_of_version_1_0_is_read_and_its_manifest_would_be_written_unchanged(tmp_path):
+    manifest = Manifest.read(GOLDEN / "stamped")
+    manifest.write(tmp_path)
+    assert (tmp_path / "manifest.json").read_bytes() == STAMPED.read_bytes()
+    read = ShardedDataset(GOLDEN / "stamped", verify="always").take(range(8))
+    assert np.array_equal(read["y"], read["x"][:, 0] > 0)
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("plain", PLAIN), ("kinds", KINDS)])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainDeprecationWarning
 from hpctrain.core.torch_compat import VERSION
 from tests.gradients.training import (
     EVERY_SIZE,
@@ -147,7 +147,7 @@ def test_groups_and_predivision_change_no_gradient(hvd):
 @MANY
 def test_groups_are_messages(hvd):
     model = make_model()
-    with pytest.warns(DeprecationWarning, match="groups"):
+    with pytest.warns(HpctrainDeprecationWarning, match="groups"):
         optimizer = distributed(hvd, model, num_groups=3)
     buckets = optimizer._exchange.reduction.layout.buckets
     named = [[slot.name for slot in bucket.slots] for bucket in buckets]

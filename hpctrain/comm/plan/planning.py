@@ -29,12 +29,16 @@ from hpctrain.core import config
 from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.python_compat import Self
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpctrain.comm.waiting import Watch
+
+VERSION, READER = 1, "1.0"
+"""Version of the format of a stored plan, and the oldest hpctrain that reads this version."""
 
 _CPU = Path("/proc/cpuinfo")
 
@@ -55,7 +59,8 @@ class StoredPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the file as a dictionary."""
-        return {"nodes": list(self.nodes), "plan": self.plan.as_dict()}
+        stamped = stamp(VERSION, READER)
+        return {**stamped, "nodes": list(self.nodes), "plan": self.plan.as_dict()}
 
     @classmethod
     def from_dict(cls, content: object) -> Self:
@@ -64,10 +69,12 @@ class StoredPlan:
         Other keys are ignored.
 
         Raises:
-            ConfigError: a key is missing or its value is invalid.
+            ConfigError: a key is missing, its value is invalid, or the format is newer.
         """
         if not isinstance(content, dict):
             raise ConfigError("the content must be a table with the keys nodes and plan")
+        if fault := fault_of(content, VERSION):
+            raise ConfigError(fault)
         nodes, plan = content.get("nodes"), content.get("plan")
         if (
             not nodes

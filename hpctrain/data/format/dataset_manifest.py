@@ -24,10 +24,11 @@ import numpy as np
 from hpctrain.core.atomic import PART, publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.python_compat import Self
 
 FORMAT = "hpctrain-h5"
-VERSION = 1
+VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
 MANIFEST = "manifest.json"
 """Name of the file that describes a data set; it is written last."""
 LOCK = "writer.lock"  # lock file of the writer that uses the directory
@@ -191,7 +192,10 @@ class Manifest:
         """
         path = directory / MANIFEST
         try:
-            return cls._from_record(json.loads(path.read_text()))
+            record = json.loads(path.read_text())
+            fault = fault_of(record, VERSION) if record["format"] == FORMAT else ""
+            if not fault:
+                return cls._from_record(record)
         except FileNotFoundError:
             raise DataError(
                 f"a data set must have a {MANIFEST}, but {directory} has none; create it with "
@@ -204,6 +208,7 @@ class Manifest:
             raise DataError(
                 f"{path} must be the manifest of a data set, but: {why}; write the data set again"
             ) from None
+        raise DataError(f"{path} cannot be read: {fault}")
 
     def write(self, directory: Path) -> None:
         """Write the manifest, which publishes the data set.
@@ -229,7 +234,7 @@ class Manifest:
     def _to_record(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION,
+            **stamp(VERSION, READER),
             "uuid": self.uuid,
             "split": self.split,
             "n": self.num_samples,
@@ -243,11 +248,6 @@ class Manifest:
     def _from_record(cls, record: dict[str, Any]) -> Self:
         if record["format"] != FORMAT:
             raise DataError(f"its format must be {FORMAT!r}, got {record['format']!r}")
-        if record["version"] > VERSION:
-            raise DataError(
-                f"its version must be at most {VERSION}, got {record['version']}, which a later "
-                f"hpctrain wrote; update hpctrain, or"
-            )
         if record.pop("crc32", None) != _crc32(record):
             raise DataError("its crc32 is wrong, so it was changed or damaged")
         if not record["shards"]:

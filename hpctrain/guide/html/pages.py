@@ -60,7 +60,7 @@ ALONE = "hpctrain launch -n 2 -- python examples/tour/{name}"
 LIMIT_S = 600
 PROJECT = [
     *("Changes <CHANGELOG>", "Contributing <CONTRIBUTING>", "Tests <tests/README>"),
-    "Figures <perf/README>",
+    *("Figures <perf/README>", "Security <SECURITY>", "Support <SUPPORT>"),
 ]
 
 GUIDE = re.compile(r"`hpctrain guide\s+([a-z-]+)`")
@@ -95,8 +95,9 @@ class Pages:
             self._put(Path("guide", f"{topic}.md"), self._converted(text_of(), GUIDES))
         for source in (ROOT / "examples").rglob("*.md"):
             self._document(source, source.relative_to(ROOT), self._examples_of(source.parent))
-        for name in ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md", "perf/README.md"):
-            self._document(ROOT / name, Path(name))
+        for name in (*ROOT.glob("*.md"), ROOT / "tests/README.md", ROOT / "perf/README.md"):
+            if name != ROOT / "README.md":
+                self._document(name, name.relative_to(ROOT))
         for pattern in ("perf/results/*.png", "LICENSE", "CITATION.cff"):
             for file in ROOT.glob(pattern):
                 self._copy(file, file.relative_to(ROOT))

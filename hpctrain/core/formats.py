@@ -1,0 +1,24 @@
+"""Versions of the formats of files that hpctrain writes and reads again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def stamp(version: int, reader: str) -> dict[str, Any]:
+    """Return the entries of a file that name its format version, and the oldest hpctrain for it.
+
+    ``reader`` is the first version of hpctrain that reads files with this format version.
+    """
+    return {"version": version, "reader": reader}
+
+
+def fault_of(record: Mapping[str, Any], newest: int) -> str:
+    """Return why a file with these entries cannot be read, and the remedy; empty if it can.
+
+    A file without a format version has version 1.
+    """
+    found = record.get("version", 1)
+    if type(found) is int and 1 <= found <= newest:
+        return ""
+    needed = f"hpctrain {record['reader']} or later" if "reader" in record else "a newer hpctrain"
+    return f"its format version must be at most {newest}, got {found!r}; install {needed}"
