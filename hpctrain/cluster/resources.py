@@ -1,6 +1,8 @@
 """Resources of this process, its job and its container: cores, memory, network adapters."""
 
+import math
 import os
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -207,6 +209,22 @@ def _group(
     droppable = max(0, in_files - sum(sizes.get(name, 0) for name in unwritten))
     left_bytes = max(0, int(allowed) - used + droppable)
     return Room((status.st_dev, status.st_ino), f"the control group {folder}", left_bytes)
+
+
+def limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> dict[str, float]:
+    """Return the limits of open files, now and at most, and of threads; infinite if none.
+
+    The limit of threads is that of the user or of the container, whichever is lower.
+    """
+    files, most_files = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
+    of_user = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]) if os.geteuid() else math.inf
+    texts = (_read(folder / "pids.max") for folder in folders("pids", root, membership))
+    threads = min([of_user, *(int(text) for text in texts if text.isdigit())])
+    return {"files": files, "most_files": most_files, "threads": threads}
+
+
+def _limit(number: int) -> float:
+    return math.inf if number == resource.RLIM_INFINITY else number
 
 
 CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))

@@ -1,6 +1,8 @@
 """Check resources of a process: cores, network adapters, memory, and limits of control groups."""
 
+import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from hpctrain.cluster.resources import (
     Room,
     affinity,
     available_bytes,
+    limits,
     links,
     num_cards,
     num_granted,
@@ -33,6 +36,20 @@ def test_affinity_is_the_mask_of_this_process():
         assert affinity() == (min(before),)
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_limits_are_those_of_the_process_and_of_all_its_control_groups(tmp_path, monkeypatch):
+    numbers = {resource.RLIMIT_NOFILE: (256, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: numbers.get(kind, (4096, 8192)))
+    cgroup(tmp_path, {"job/pids.max": "512\n", "job/step/pids.max": "max\n"}, "0::/job/step\n")
+    for user, threads in ((1000, 512), (0, 512)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        found = limits(tmp_path, tmp_path / "membership")
+        assert found == {"files": 256, "most_files": math.inf, "threads": threads}
+    (tmp_path / "membership").write_text("0::/other\n")
+    assert limits(tmp_path, tmp_path / "membership")["threads"] == math.inf  # root has no limit
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert limits(tmp_path, tmp_path / "membership")["threads"] == 4096
 
 
 def cgroup(tmp_path, files, membership):

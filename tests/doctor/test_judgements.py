@@ -8,7 +8,7 @@ from hpctrain.cluster.env import ranks_per_node
 from hpctrain.cluster.resources import Room
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, MIB
-from hpctrain.doctor.checks import environment, gpus, job, network, node
+from hpctrain.doctor.checks import environment, gpus, job, limits, network, node
 from hpctrain.doctor.checks.check import few, merge
 from hpctrain.doctor.checks.facts import Adapter, DirectoryFacts, Reached
 from hpctrain.doctor.checks.table import examine
@@ -32,6 +32,7 @@ from tests.doctor.healthy import (
 
 DOWN = Adapter(name="mlx5_0", family="infiniband", is_live=False)
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "6"}
+LARGE = MPIRUN | {"OMPI_COMM_WORLD_SIZE": "10000", "OMPI_COMM_WORLD_LOCAL_SIZE": "64"}
 EIGHT = {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
 REFUSED = "[Errno 1] Operation not permitted"
 MODULE = (SITE, "mpirun", Path("/opt/openmpi/bin/mpirun"))
@@ -53,6 +54,10 @@ def adapters(*found, **more):
 
 def mask(*numbers, granted=8, **more):
     return {"cores": {"mask": numbers, "num_granted": granted, **more}}
+
+
+def files(most, **more):
+    return {"limits": {"files": most, **more}}
 
 
 def shm(free_bytes, **more):
@@ -261,6 +266,18 @@ TABLE = {
     ],
     environment.check_settings: [
         ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT must be a number"),
+    ],
+    limits.check_limits: [
+        ({}, {}, "ok", "any number of open files"),
+        (LARGE, files(1024), "note", "`ulimit -n 10063` before the launch"),
+        (LARGE, files(1024, most_files=4096), "note", "LimitNOFILE of slurmd"),
+        (LARGE, files(255), "warning", "must be able to open 256 files for a run of 10000 ranks"),
+        (LARGE, files(256), "note", "all-to-all operations over TCP"),
+        (LARGE, {**files(256), **adapters(INFINIBAND)}, "ok", "256 open files (256 needed)"),
+        (LARGE, {"limits": {"threads": 519}}, "warning", "ulimit -u 520"),
+        (LARGE, {"limits": {"files": 100, "threads": 100}}, "warning warning", "520 threads"),
+        (MPIRUN, files(68), "warning", "`ulimit -n 69`"),
+        (SRUN, files(75), "warning", "--propagate=NOFILE"),
     ],
     environment.check_directories: [
         ({}, directory(file_system="ext4", free_bytes=GIB - 1), "note", "(ext4) has 1024.0 MiB"),

@@ -1,5 +1,6 @@
 """Facts about a process, its machine and all ranks: the input of the checks."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,6 +122,15 @@ class DirectoryFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LimitFacts:
+    """Limits of this process; infinite if there is none."""
+
+    files: float = math.inf  # open files
+    most_files: float = math.inf  # to which the process may raise ``files``
+    threads: float = math.inf  # threads of the user, or of the container
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """Facts about one process and its machine: input of the checks of a process."""
 
@@ -133,6 +143,7 @@ class Facts:
     cores: CoreFacts
     memory: MemoryFacts
     network: NetworkFacts
+    limits: LimitFacts = LimitFacts()
     horovod_error: str = ""
     """Reason why the engine Horovod cannot be loaded, and the remedy; empty unless requested."""
     load: MachineLoad | None = None  # load of the machine; None in a rank of a launch
