@@ -13,6 +13,7 @@ from hpctrain.cluster.process import ProcessIdentity
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm import (
     factory,
+    flight_recorder,
     liveness,
     node_processes,
     requests,
@@ -20,14 +21,17 @@ from hpctrain.comm import (
     waiting,
     watched_calls,
 )
+from hpctrain.comm.control_channel import mailbox
+from hpctrain.comm.control_channel.mailbox import Tree
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.config import Settings
 from hpctrain.core.pickles import unpickled
+from hpctrain.core.units import format_numbers, format_ranks
 from hpctrain.negotiation import stall
 from hpctrain.runtime import initialization, process_set_table, recovery, world
 from hpctrain.runtime.attachments import Origin
-from tests.scale.engines import RANKS_PER_NODE
+from tests.scale.engines import RANKS_PER_NODE, all_trees
 from tests.scale.network import Network, Traffic
 from tests.scale.rank_threads import RankThreads
 from tests.scale.simulated_mpi import Members, SimulatedComm
@@ -90,6 +94,7 @@ class SimulatedWorld:
         )
         self._topologies: dict[int, Topology] = {}
         self._hosts: dict[int, dict[int, str]] = {}
+        self._trees: dict[int, dict[int, Tree]] = {}
         self._num_arrived, self._num_phases = 0, 0
         self.traffic: dict[str, Traffic] = {}
         """By the name passed to ``end_phase``: the messages since the previous phase."""
@@ -154,6 +159,9 @@ class SimulatedWorld:
             (factory, "_facts", self._facts),
             (factory, "Topology", SimpleNamespace(from_facts=self._topology)),
             (factory, "Watch", self._watch),
+            (mailbox, "tree_of", self._tree),
+            (flight_recorder, "format_ranks", _cached(format_ranks)),
+            (flight_recorder, "format_numbers", _cached(format_numbers)),
             (watched_calls.WatchedCalls, "allgather", _allgather),
             (liveness, "gather_bytes", _gather_bytes),
             (survivors, "lost", self._lost),
@@ -213,10 +221,21 @@ class SimulatedWorld:
             options["hosts"] = self._hosts.setdefault(len(hosts), hosts)
         return Watch(*args, **options)
 
+    def _tree(self, nodes: list[list[int]], rank: int) -> Tree:
+        if len(nodes) not in self._trees:
+            self._trees[len(nodes)] = all_trees(nodes)
+        return self._trees[len(nodes)][rank]
+
     @staticmethod
     def _lost(before: SimulatedComm, left: SimulatedComm) -> list[int]:
         alive = {*left.members.world_ranks}
         return [rank for rank, one in enumerate(before.members.world_ranks) if one not in alive]
+
+
+def _cached(function: Callable[[tuple[int, ...]], str]) -> Callable[[Any], str]:
+    """Return ``function`` of a list of ranks, which is computed once for all ranks."""
+    cached = lru_cache(function)
+    return lambda ranks: cached(tuple(ranks))
 
 
 _ALLGATHER, _GATHER_BYTES = WatchedCalls.allgather, liveness.gather_bytes
