@@ -177,7 +177,7 @@ def gather_distinct(gather: GatherObjects, mine: T, max_sent: int = _MAX_SENT) -
     digests = [text.split()[0] for text in every]
     if len(set(digests)) == 1:
         return []
-    senders = [digests.index(one) for one in dict.fromkeys(digests)][:max_sent]
+    senders = [digests.index(one) for one in [*dict.fromkeys(digests)][:max_sent]]
     sent = gather(mine if every.index(own) in senders else None)
     by_digest = {digests[sender]: sent[sender] for sender in senders}
     return [by_digest.get(one) for one in digests]

@@ -133,12 +133,17 @@ class Liveness:
         self._is_abandoned, self._reports.is_open = True, False
 
     def report_failure(
-        self, number: int | None, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
+        self,
+        number: int | None,
+        ranks: Sequence[int] | None,
+        reason: str,
+        failed_on: int | None = None,
     ) -> None:
         """Report to other ranks that a communicator has failed; see ``Notices``. Not collective.
 
         In a small world, where each rank reports to all, failures of other ranks are not repeated.
         """
+        is_own = failed_on is None
         if is_own and isinstance(sys.exc_info()[1], KeyboardInterrupt):  # the error of the call
             self._interrupt = "KeyboardInterrupt"
         if number is None:
@@ -146,7 +151,8 @@ class Liveness:
         members = ranks or range(self._control.size if self._reports.is_open else 0)
         if self._reports.may_send and (is_own or len(members) > blocks.NEAR_SIZE):
             with suppress(MPI.Exception):  # the receiver has died
-                self._reports.send(blocks.FAILED, f"{number} {reason}", members)
+                rank = self._rank if failed_on is None else failed_on
+                self._reports.send(blocks.FAILED, f"{number} {rank} {reason}", members)
 
     def failure(self, number: int) -> tuple[int, str] | None:
         """Return a rank on which a communicator has failed, and the reason; see ``Notices``."""
@@ -253,9 +259,8 @@ class Liveness:
 
     def _receive_failures(self) -> None:
         while notice := self._control.Improbe(tag=blocks.FAILED):
-            rank, text = _receive(notice)
-            number, reason = text.split(" ", 1)
-            self._failed.setdefault(int(number), (rank, reason))
+            number, rank, reason = _receive(notice)[1].split(" ", 2)
+            self._failed.setdefault(int(number), (int(rank), reason))
 
     def _receive_reports(self) -> None:
         # A matched probe, because two threads of this rank may receive at the same time.

@@ -6,13 +6,15 @@ spares follow the surviving workers, so that the world keeps its size. A stopped
 would block all ranks, so it is killed first.
 """
 
+import itertools
 import math
 import os
 import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import cast
 
@@ -55,9 +57,7 @@ class Spares:
                 f"{num_spares} spares; start more ranks, or omit --spares"
             )
         hosts = self._watched(whole).allgather(platform.node())
-        turns = [(hosts[:rank].count(host), rank) for rank, host in enumerate(hosts)]
-        first = [rank for _, rank in sorted(turns)][: self._num_workers]
-        self._arrange(whole, is_worker=whole.rank in first)
+        self._arrange(whole, is_worker=whole.rank in workers_of(hosts, self._num_workers))
 
     def _watched(self, comm: MPI.Intracomm) -> WatchedCalls:
         # A watch per communicator: a failure of a lost world must not affect the next one.
@@ -169,3 +169,10 @@ class Spares:
                 if not is_loss(error):
                     raise
                 logger.warning("a spare rank died before it was needed")
+
+
+def workers_of(hosts: Sequence[str], num_workers: int) -> list[int]:
+    """Return the ranks that are workers, given the host of each rank; the others are spares."""
+    places = defaultdict[str, "itertools.count[int]"](itertools.count)
+    turns = sorted((next(places[host]), rank) for rank, host in enumerate(hosts))
+    return [rank for _, rank in turns[:num_workers]]

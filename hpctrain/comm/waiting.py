@@ -126,7 +126,11 @@ class Notices(Protocol):
     """Sends failures of communicators to ranks with which this rank shares no memory."""
 
     def report_failure(
-        self, number: int | None, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
+        self,
+        number: int | None,
+        ranks: Sequence[int] | None,
+        reason: str,
+        failed_on: int | None = None,
     ) -> None:
         """Report that a communicator has failed.
 
@@ -134,7 +138,7 @@ class Notices(Protocol):
             number: number of the communicator; None if its ranks need no report.
             ranks: ranks of the communicator in the world; None for all.
             reason: text of a ``MismatchError`` for all ranks to raise; empty for other errors.
-            is_own: False if the failure occurred on another rank.
+            failed_on: world rank on which the failure occurred; None for this rank.
         """
 
     def failure(self, number: int) -> "tuple[int, str] | None":
@@ -383,7 +387,7 @@ class Watch:
             found = self._notices.failure(self.number)
             if found is not None and not self.sign[0]:
                 self.sign[0] = 1 + found[0]
-                self._notices.report_failure(self.number, self._ranks, found[1], is_own=False)
+                self._notices.report_failure(self.number, self._ranks, found[1], found[0])
         if self.sign[0]:
             raise self._failure()
 

@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.gradients.step_header import (
     NUM_WORDS,
+    StepHeader,
     StepMessage,
     WeightFacts,
     agreement_of,
@@ -76,3 +77,26 @@ def test_values_of_up_to_a_million_ranks_are_compared_exactly(seed):
     agreement, _ = agreement_of(sums, size)
     assert agreement.num_active == size
     assert agreement.weights.differ == (num > 1)
+
+
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("num_steps", [50, pytest.param(10_000, marks=pytest.mark.conformance)])
+def test_in_many_steps_of_16383_ranks_only_true_differences_are_found(num_steps):
+    size, source = 16_383, random.Random(num_steps)
+    for step in range(num_steps):
+        header = StepHeader(member=source.randrange(9), step=step, skipped=source.getrandbits(32))
+        facts = {name: source.getrandbits(32) for name in ("weights", "first", "unreached")}
+        row = np.array(words_of(StepMessage(header, weights=WeightFacts(**facts))))
+        sums, used = np.zeros(NUM_WORDS), row.nonzero()
+        sums[used] = np.repeat(row[used][:, None], size, axis=1).cumsum(axis=1)[:, -1]
+        agreement, fault = agreement_of(sums, size)
+        assert not fault, step
+        assert agreement.step == step
+        assert not agreement.weights.differ
+        assert not agreement.weights.unreached_differ
+        name = source.choice([*facts])
+        facts[name] ^= 1 << source.randrange(20)
+        other = np.array(words_of(StepMessage(header, weights=WeightFacts(**facts))))
+        weights = agreement_of(sums - row + other, size)[0].weights
+        found = weights.differ, not weights.first_is_equal, weights.unreached_differ
+        assert found == (name == "weights", name == "first", name == "unreached")

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from hpctrain.comm.control_channel.mailbox import Tree, tree_of
+from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree
 from hpctrain.core.config import Settings
 from hpctrain.negotiation import progress_engine, request, stall
 from hpctrain.negotiation.progress_engine import ProgressEngine
@@ -23,6 +23,27 @@ def node_lists(size: int, ranks_per_node: int = RANKS_PER_NODE) -> list[list[int
     """Return the ranks of each node."""
     firsts = range(0, size, ranks_per_node)
     return [list(range(first, min(first + ranks_per_node, size))) for first in firsts]
+
+
+def all_trees(nodes: Sequence[Sequence[int]]) -> dict[int, Tree]:
+    """Return ``tree_of(nodes, rank)`` of all ranks, in linear time."""
+    members = sorted(map(sorted, nodes))
+    leaders = [ranks[0] for ranks in members]
+
+    def edges(ranks: Sequence[int], place: int) -> tuple[int | None, tuple[int, ...]]:
+        first = FAN_OUT * place + 1
+        parent = ranks[(place - 1) // FAN_OUT] if place else None
+        return parent, tuple(ranks[first : first + FAN_OUT])
+
+    trees = {}
+    for number, ranks in enumerate(members):
+        for place, rank in enumerate(ranks):
+            parent, children = edges(ranks, place)
+            if not place:
+                parent, of_other_nodes = edges(leaders, number)
+                children = of_other_nodes + children
+            trees[rank] = Tree(rank, parent, children, len(members))
+    return trees
 
 
 class QueueMailbox:
@@ -80,7 +101,8 @@ class Engines:
         """Source, destination and size in bytes of each message."""
         nodes = node_lists(size, ranks_per_node)
         members = [SetMember(rank, f"node{rank // ranks_per_node}") for rank in range(size)]
-        self.posts = [QueueMailbox(tree_of(nodes, rank), self) for rank in range(size)]
+        trees = all_trees(nodes)
+        self.posts = [QueueMailbox(trees[rank], self) for rank in range(size)]
         self.engines = [
             self._engine(rank, size, settings or Settings(), members) for rank in range(size)
         ]

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -127,21 +127,38 @@ class Network:
         while self.step(until):
             pass
 
-    def meet(self, ranks: Iterable[int], num_bytes: int, num_rounds: int) -> None:
-        """Count a collective in which each of ``ranks`` sends a message per round.
+    def meet(self, ranks: Sequence[int], num_bytes: int, num_rounds: int) -> None:
+        """Count a collective of ``ranks``, in which each rank sends a message per round.
 
-        Stands for a nonblocking collective of the MPI library, by recursive doubling.
+        The partners in round k are at a distance of 2^k, as in recursive doubling.
         """
-        ranks = list(ranks)
-        costs, factor = self.costs, max((self.slow.get(rank, 1.0) for rank in ranks), default=1.0)
+        size = len(ranks)
+        self.num_bytes += size * num_rounds * num_bytes
+        distances = {(sign << k) % size for k in range(num_rounds) for sign in (1, -1)} - {0}
+        self._pass_time(ranks, num_bytes, num_rounds)
+        for place, rank in enumerate(ranks):
+            self.sent[rank] += num_rounds
+            self.received[rank] += num_rounds
+            self.peers[rank].update([ranks[(place + far) % size] for far in distances])
+
+    def broadcast(self, ranks: Sequence[int], num_bytes: int) -> None:
+        """Count a broadcast along a binomial tree of ``ranks``."""
+        size = len(ranks)
+        self.num_bytes += (size - 1) * num_bytes
+        self._pass_time(ranks, num_bytes, (size - 1).bit_length())
+        for place in range(1, size):
+            rank, parent = ranks[place], ranks[place & (place - 1)]
+            self.sent[parent] += 1
+            self.received[rank] += 1
+            self.peers[rank].add(parent)
+            self.peers[parent].add(rank)
+
+    def _pass_time(self, ranks: Sequence[int], num_bytes: int, num_rounds: int) -> None:
+        costs, factor = self.costs, 1.0
+        if self.slow:
+            factor = max(self.slow.get(rank, 1.0) for rank in ranks)
         one_s = costs.alpha_s + costs.beta_s * num_bytes + 2 * costs.gamma_s * factor
         end = max(self.clocks[rank] for rank in ranks) + num_rounds * one_s
         number = max(self.rounds[rank] for rank in ranks) + num_rounds
-        self.num_bytes += len(ranks) * num_rounds * num_bytes
-        for place, rank in enumerate(ranks):
+        for rank in ranks:
             self.clocks[rank], self.rounds[rank] = end, number
-            self.sent[rank] += num_rounds
-            self.received[rank] += num_rounds
-            for k in range(num_rounds):
-                self.peers[rank].add(ranks[(place + (1 << k)) % len(ranks)])
-                self.peers[rank].add(ranks[(place - (1 << k)) % len(ranks)])

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from hpctrain.comm.control_channel.mailbox import FAN_OUT
+from hpctrain.comm.control_channel.mailbox import FAN_OUT, tree_of
 from tests.harness.growth import slope
-from tests.scale.engines import Engines
+from tests.scale.engines import Engines, all_trees, node_lists
 from tests.scale.network import Network
 
 SIZES = pytest.mark.parametrize(
@@ -26,6 +26,12 @@ def reduced(size, *, times=2, **faults):
         handles = engines.reduce("loss", faults.get("late", ()))
         assert all(handle.is_done for handle in handles)
     return engines
+
+
+def test_trees_of_all_ranks_are_those_of_each_rank():
+    for nodes in (node_lists(100, 7), node_lists(30, 1), [[3, 1], [0], [4, 2, 5]]):
+        trees = all_trees(nodes)
+        assert trees == {rank: tree_of(nodes, rank) for rank in trees}
 
 
 @SIZES
