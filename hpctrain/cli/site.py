@@ -29,6 +29,11 @@ def site() -> None:
     A profile is a TOML file with facts that a centre documents: partition, GPUs, the cores next to
     each GPU, modules, and variables for the network. hpctrain submit and doctor use the profile of
     --site, or else slurm/site.toml, or else the profile of the machine.
+
+    Examples:
+      hpctrain site list
+
+      hpctrain site show lumi
     """
 
 
