@@ -250,6 +250,12 @@ class SubmitOptions:
         """Profile of the site, or None if it is unknown."""
         return sites.find(self.site)
 
+    def takes_all_cores(self, settings: "BatchSettings") -> bool:
+        """Return True if one rank per GPU takes all cores of a node, as the profile lists them."""
+        node, tasks = self._site_node(), settings.ntasks_per_node
+        is_per_gpu = bool(tasks) and tasks == settings.gpus_per_node == len(node.gpu_cores)
+        return is_per_gpu and settings.cpus_per_task == node.cpus // (tasks or 1)
+
     def _site_options(self) -> list[str]:
         """Return the options of sbatch of the profile that the user does not replace."""
         given = {each.partition("=")[0] for each in self.extra or ()}
@@ -315,10 +321,7 @@ def submit(options: SubmitOptions) -> None:
     script = batch_script.script(options.template or _default_template(settings), settings)
     if options.profile is not None:
         typer.echo(f"note: profile of {options.profile.title}", err=True)
-        is_full = settings.gpus_per_node == settings.ntasks_per_node
-        script = options.profile.write_into(
-            script, num_tasks=settings.ntasks_per_node if is_full else None
-        )
+        script = options.profile.write_into(script, is_full=options.takes_all_cores(settings))
     if options.print_only or options.dry_run:
         typer.echo(script, nl=False)
     if options.print_only:

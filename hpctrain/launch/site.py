@@ -78,15 +78,15 @@ class Site:
             for name, _, pattern in pairs
         )
 
-    def write_into(self, script: str, *, num_tasks: int | None) -> str:
+    def write_into(self, script: str, *, is_full: bool) -> str:
         """Return a batch script with the modules, variables and options of srun of this site.
 
         Args:
             script: text of a template with settings.
-            num_tasks: ranks per node; one rank per GPU is bound to the cores next to its GPU.
+            is_full: whether the job has all cores of its nodes and one rank per GPU, which is
+                then bound to the cores next to its GPU.
         """
-        is_near = num_tasks is not None and num_tasks == len(self.node.gpu_cores)
-        bind = self.node.cpu_mask() if is_near else self.job.cpu_bind
+        bind = self.node.cpu_mask() if is_full else self.job.cpu_bind
         flags = [*([f"--cpu-bind={bind}"] if bind else []), *self.job.srun]
         script = re.sub(f"{_BIND} ?", " ".join([*flags, ""]) if flags else "", script)
         lines = [f'module is-loaded "{name}" || module load "{name}"' for name in self.job.modules]

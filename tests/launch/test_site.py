@@ -133,6 +133,8 @@ def test_a_submission_follows_the_profile():
         (["--tasks", "1"], "--gpus-per-node=1", "--mem=0"),
         (["--tasks", "1"], "--cpus-per-task=8", "mask_cpu"),
         (["--cpus", "2"], "--cpus-per-task=2", "--mem=0"),
+        (["--cpus", "2"], "--cpu-bind=cores", "mask_cpu"),  # a job with other cores of the node
+        (["--partition", "cpu", "--gpus", "2", "--cpus", "8"], "--cpu-bind=cores", "mask_cpu"),
     ],
 )
 def test_options_have_priority_over_the_profile(words, present, absent):

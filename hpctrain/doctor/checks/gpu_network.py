@@ -7,7 +7,7 @@ from hpctrain.cluster.env import job_id, launched, ranks_per_node, visible_devic
 from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, format_bytes, format_numbers
-from hpctrain.doctor.checks.check import Found, error, note, ok, warning
+from hpctrain.doctor.checks.check import Found, error, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts
 from hpctrain.launch.site import Site
 
@@ -141,7 +141,7 @@ def _gpu_numbers(facts: Facts) -> Iterator[Finding]:
 def check_gpu_places(facts: Facts) -> Found:
     """Report a rank on cores far from its GPU, and cores with which MPI of Cray fails."""
     found = [*_far(facts), *_policy(facts)]
-    return found or ok(f"cores of {facts.gpu_network.num_numa_nodes} NUMA nodes")
+    return found or ok(f"cores of {plural(facts.gpu_network.num_numa_nodes, 'NUMA node')}")
 
 
 def _far(facts: Facts) -> Iterator[Finding]:
