@@ -2,22 +2,25 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from hpctrain.cli.options import FAILED, AsJson, flag, option, plural, show_json
+from hpctrain.cli.options import FAILED, AsJson, SiteName, flag, option, plural, show_json
 from hpctrain.cluster.env import launched
 from hpctrain.core import atomic
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import LEVELS, Finding, Level
-from hpctrain.doctor.checks import table
+from hpctrain.doctor.checks import gpu_network, table
+from hpctrain.doctor.checks.check import named
+from hpctrain.doctor.checks.facts import Facts
 from hpctrain.doctor.host import bug_report, gather
 from hpctrain.doctor.ranks import examine_ranks
 from hpctrain.launch import pmi as interfaces
+from hpctrain.launch import site as sites
 from hpctrain.launch.slurm import scheduler
 from hpctrain.launch.slurm.lint import lint as linting
 from hpctrain.launch.slurm.lint import shellcheck
@@ -34,6 +37,7 @@ def doctor(
     directory: list[Path] | None = option(
         None, "DIR", "Also test files, locks and HDF5 in DIR; may be repeated.", "--dir"
     ),
+    site: SiteName = None,
     verbose: bool = flag("Also print checks without faults.", "--verbose", "-v"),
     report: Path | None = option(
         None, "FILE", "Also write FILE, to attach to a bug report.", "--report"
@@ -54,7 +58,7 @@ def doctor(
 
       hpctrain doctor --dir /scratch/me/data --verbose
 
-      hpctrain doctor --lint job.sbatch
+      hpctrain doctor --lint job.sbatch --site perlmutter
 
       hpctrain doctor --report report.txt
 
@@ -66,9 +70,9 @@ def doctor(
         typer.echo(interfaces.needed_pmi())
         return
     if lint is not None:
-        findings, is_speaker = _lint(lint), True
+        findings, is_speaker = _lint(lint, site), True
     else:
-        findings, is_speaker = _examine(directory or ())
+        findings, is_speaker = _examine(directory or (), sites.find(site))
     if not is_speaker:
         return  # an exit code of 1 would end the job before rank 0 has printed
     if json:
@@ -88,14 +92,18 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _lint(script: Path) -> list[Finding]:
+def _lint(script: Path, site: str | None) -> list[Finding]:
     try:
         text = script.read_bytes().decode("utf-8")  # keeps the line endings
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--lint must get a job script, but {script} cannot be read: {error}"
         ) from None
-    found = linting.lint(text, facts=linting.gather(Path.cwd()))
+    known = linting.gather(Path.cwd())
+    profile = sites.find(site)
+    if profile is not None and profile.node.network == "slingshot":
+        known = replace(known, needed_pmi="")  # jobs load the MPI of Cray, not that of this host
+    found = linting.lint(text, facts=known)
     found += shellcheck.shellcheck(text, str(script))
     with suppress(LaunchError):
         scheduler.find_sbatch()
@@ -107,17 +115,23 @@ def _lint(script: Path) -> list[Finding]:
     return [each for each in found if each.level != "ok"] or found
 
 
-def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
+def _examine(directories: Sequence[Path], site: sites.Site | None) -> tuple[list[Finding], bool]:
     """Return the findings, and True if this process prints the findings."""
     found = launched()
     if found is None:
-        return table.examine(gather.gather(directories=directories)), True
+        facts = gather.gather(directories=directories)
+        return [*table.examine(facts), *_of_site(facts, site)], True
     # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
     facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
     # If the ranks are not connected, each is rank 0 of its world, so the rank of the launcher
     # decides which process prints.
-    return examine_ranks.probe(facts), found.rank == 0
+    findings = examine_ranks.probe(facts)
+    return [*findings, *_of_site(facts, site)], found.rank == 0
+
+
+def _of_site(facts: Facts, site: sites.Site | None) -> list[Finding]:
+    return named("site", gpu_network.check_site(facts, site))
 
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}

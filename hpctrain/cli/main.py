@@ -41,6 +41,7 @@ COMMANDS = {
     ),
     "shim": ("shim", "Run a script that imports Horovod, unchanged, on hpctrain."),
     "submit": ("submit", "Write a batch script for Slurm, check it and submit it."),
+    "site": ("site", "List and show profiles of computing centres, or write one."),
     "status": ("status", "Print the state of a run: waiting, running, stopped or finished."),
     "top": ("top", "Watch a running job: steps, loss, speed, slow ranks, time left."),
     "plot": ("results", "Draw runs as a figure: loss, metrics, learning rate, speed, times."),

@@ -101,6 +101,16 @@ Partition = Annotated[
         ..., "NAME", "Slurm partition.", "--partition", "-p", shown="Slurm's default partition"
     ),
 ]
+SiteName = Annotated[
+    str | None,
+    option(
+        ...,
+        "NAME",
+        "Profile of the site or its TOML file; none for no profile.",
+        "--site",
+        shown="slurm/site.toml, or of this machine",
+    ),
+]
 Account = Annotated[
     str | None,
     option(

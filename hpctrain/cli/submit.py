@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
@@ -20,6 +21,7 @@ from hpctrain.cli.options import (
     Extra,
     Overrides,
     Partition,
+    SiteName,
     TimeLimit,
     aligned,
     argument,
@@ -30,6 +32,7 @@ from hpctrain.cli.options import (
 from hpctrain.core import config as configuration
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch import installed_horovod, program
+from hpctrain.launch import site as sites
 from hpctrain.launch.slurm import batch_script, scheduler
 from hpctrain.launch.slurm.lint import lint
 from hpctrain.train import load_config
@@ -144,6 +147,7 @@ class SubmitOptions:
         "Template of the script; without NAME, list the templates.",
         shown="requeue, gpu, single_node or multi_node, by the other options",
     )
+    site: SiteName = None
     partition: Partition = None
     account: Account = None
     nodes: int | None = option(
@@ -157,7 +161,7 @@ class SubmitOptions:
         None, "SIZE", "Memory on each node.", shown="all, where --cpus takes all CPUs"
     )
     time: TimeLimit = None
-    gpus: int | None = option(None, "N", "GPUs of each node.", min=1)
+    gpus: int | None = option(None, "N", "GPUs of each node.", shown="of the site", min=1)
     name: str | None = option(
         None,
         "NAME",
@@ -205,21 +209,29 @@ class SubmitOptions:
 
     def settings(self, job: JobOptions, words: Sequence[str]) -> "BatchSettings":
         """Return the settings of the batch script."""
-        tasks, extra, overrides = self.tasks or self.gpus, self.extra or (), self.overrides or ()
-        cpus, mem = self.cpus, self.mem
+        extra, overrides = (*self._site_options(), *(self.extra or ())), self.overrides or ()
+        site, node = self.profile or sites.Site(), self._site_node()
+        gpus = self.gpus or min(node.gpus, self.tasks or node.gpus) or None
+        tasks, cpus, mem = self.tasks or gpus, self.cpus, self.mem
         is_given = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
         if tasks is not None and cpus is None and not is_given:
-            cpus, mem = _share_of_node(self.partition, tasks, mem)
+            cpus, mem = _share_of_node(self.partition, tasks, mem, node)
+        if site.job.account and not (self.account or os.environ.get("SBATCH_ACCOUNT")):
+            typer.echo(
+                f"note: jobs on {site.title} must name an account such as {site.job.account}; add "
+                f"--account",
+                err=True,
+            )
         return batch_script.BatchSettings(
             job_name=job.name,
-            partition=self.partition,
+            partition=self.partition or site.job.partition or None,
             account=self.account,
             nodes=self.nodes,
             ntasks_per_node=tasks,
             cpus_per_task=cpus,
             mem=mem,
             time=None if self.time is None else scheduler.sbatch_time(self.time),
-            gpus_per_node=self.gpus,
+            gpus_per_node=gpus,
             # sbatch creates no directory, and the user submits a printed script without hpctrain.
             output=self.output or (PRINTED_OUTPUT if self.print_only else job.output),
             array=self.array,
@@ -230,8 +242,34 @@ class SubmitOptions:
             directory=job.directory,
             # The script sets the directory, because each index of an array has its own.
             overrides=tuple(each for each in overrides if not _OUTPUT_DIR.match(each)),
-            extra=tuple(extra),
+            extra=extra,
         )
+
+    @cached_property
+    def profile(self) -> sites.Site | None:
+        """Profile of the site, or None if it is unknown."""
+        return sites.find(self.site)
+
+    def takes_all_cores(self, settings: "BatchSettings") -> bool:
+        """Return True if one rank per GPU takes all cores of a node, as the profile lists them."""
+        node, tasks = self._site_node(), settings.ntasks_per_node
+        is_per_gpu = bool(tasks) and tasks == settings.gpus_per_node == len(node.gpu_cores)
+        return is_per_gpu and settings.cpus_per_task == node.cpus // (tasks or 1)
+
+    def _site_options(self) -> list[str]:
+        """Return the options of sbatch of the profile that the user does not replace."""
+        given = {each.partition("=")[0] for each in self.extra or ()}
+        options = () if self.profile is None else self.profile.job.options
+        return [each for each in options if each.partition("=")[0] not in given]
+
+    def _site_node(self) -> sites.SiteNode:
+        """Return the node of the profile; empty if the user requests nodes of another kind."""
+        if self.profile is None:
+            return sites.SiteNode()
+        usual = self.profile.job.partition
+        is_other = bool(usual) and self.partition not in (None, usual)
+        is_other |= any(each.startswith("--constraint") for each in self.extra or ())
+        return sites.SiteNode() if is_other else self.profile.node
 
 
 @app.command(cls=SubmitCommand)
@@ -281,6 +319,9 @@ def submit(options: SubmitOptions) -> None:
     job, words = options.job_and_program()
     settings = options.settings(job, words)
     script = batch_script.script(options.template or _default_template(settings), settings)
+    if options.profile is not None:
+        typer.echo(f"note: profile of {options.profile.title}", err=True)
+        script = options.profile.write_into(script, is_full=options.takes_all_cores(settings))
     if options.print_only or options.dry_run:
         typer.echo(script, nl=False)
     if options.print_only:
@@ -298,19 +339,30 @@ def submit(options: SubmitOptions) -> None:
 
 
 def _share_of_node(
-    partition: str | None, tasks: int, mem: str | None
+    partition: str | None, tasks: int, mem: str | None, node: sites.SiteNode
 ) -> tuple[int | None, str | None]:
     """Return the CPUs per task and the memory that let ``tasks`` ranks use a complete node.
 
-    If Slurm does not describe its nodes, the result is None and the unchanged ``mem``.
+    ``node`` is the node of the site's profile. Ranks on some of its GPUs get a share of its CPUs.
+    If neither the profile nor Slurm describes the nodes, the result is None and the unchanged
+    ``mem``.
     """
-    shape = scheduler.node_shape(partition)
-    cpus = shape.cpus_per_task(tasks) if shape is not None else 0
+    is_part = tasks < node.gpus
+    shape = None if node.cpus else scheduler.node_shape(partition)
+    cpus = node.cpus // max(tasks, node.gpus, 1)
+    if shape is not None:
+        cpus = shape.cpus_per_task(tasks)
     if not cpus:
+        what = (
+            "neither Slurm nor a site profile describes the nodes: the template sets the CPUs and "
+            "memory of ranks; --cpus, --mem or --site set them"
+        )
+        typer.echo(f"note: {what}", err=True)
         return None, mem
-    mem = mem or "0"
+    mem = mem or (None if is_part else "0")
+    memory = "" if mem is None else f" --mem={mem}"
     typer.echo(
-        f"note: --cpus-per-task={cpus} --mem={mem} for {tasks} ranks on a node; --cpus and --mem "
+        f"note: --cpus-per-task={cpus}{memory} for {tasks} ranks on a node; --cpus and --mem "
         f"request less",
         err=True,
     )

@@ -150,6 +150,22 @@ def test_a_job_script_is_judged_alone(tmp_path):
     assert "MPI library" not in result.output
 
 
+def test_a_script_for_a_site_with_slingshot_needs_no_option_of_this_mpi(tmp_path, monkeypatch):
+    script = tmp_path / "job.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH -C gpu -A m1234_g --nodes=2 --ntasks-per-node=4 --gpus-per-node=4\n"
+        "srun --kill-on-bad-exit=1 python train.py\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr("hpctrain.launch.slurm.lint.lint.needed_pmi", lambda: "pmix")
+    result = CliRunner().invoke(app, ["doctor", "--lint", str(script), "--site", "none"])
+    assert "srun --mpi=pmix" in result.stdout
+    result = CliRunner().invoke(app, ["doctor", "--lint", str(script), "--site", "perlmutter"])
+    assert result.exit_code == 0, result.output
+    assert "--mpi=pmix" not in result.stdout
+
+
 def test_a_script_that_shellcheck_cannot_read_is_an_error_and_an_unreachable_slurm_is_not(
     tmp_path, monkeypatch
 ):

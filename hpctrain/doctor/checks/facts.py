@@ -13,6 +13,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
 from hpctrain.doctor.checks.check import listed
+from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +150,7 @@ class Facts:
     load: MachineLoad | None = None  # load of the machine; None in a rank of a launch
     gpus: GpuFacts = GpuFacts()
     visible: VisibleGpus = VisibleGpus()
+    gpu_network: GpuNetworkFacts = field(default_factory=GpuNetworkFacts)
     directories: tuple[DirectoryFacts, ...] = ()  # directories that the user named
 
 

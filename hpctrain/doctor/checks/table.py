@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hpctrain.cluster.env import launched
 from hpctrain.core.finding import Finding
-from hpctrain.doctor.checks import environment, gpus, job, limits, network, node
+from hpctrain.doctor.checks import environment, gpu_network, gpus, job, limits, network, node
 from hpctrain.doctor.checks.check import Found, merge, named
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
@@ -16,6 +16,12 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("job", job.check_job),
     ("GPUs", gpus.check_gpus),
     ("GPU links", gpus.check_gpu_links),
+    ("GPU network", gpu_network.check_gpu_network),
+    ("GPU places", gpu_network.check_gpu_places),
+    ("srun --mpi", gpu_network.check_srun_type),
+    ("caches", gpu_network.check_caches),
+    ("limits", gpu_network.check_limits),
+    ("stripes", gpu_network.check_stripes),
     ("load", node.check_load),
     ("memory", node.check_room),
     ("node memory", node.check_shared_memory),

@@ -34,6 +34,7 @@ from hpctrain.doctor.checks.facts import (
 )
 from hpctrain.doctor.checks.gpus import named
 from hpctrain.doctor.checks.node import SHM
+from hpctrain.doctor.host import gpu_network
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.launch.horovod_build import check_import
 from hpctrain.launch.pmi import load
@@ -66,6 +67,7 @@ def gather(
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     gpus = gpus_of(environ) if num_gpus and not lightly else GpuFacts()
     libc = " ".join(platform.libc_ver())
+    tried = tuple(try_directory(each, trial_s) for each in directories)
     return Facts(
         environ=environ,
         host=socket.gethostname(),
@@ -85,7 +87,8 @@ def gather(
         gpus=replace(gpus, num_devices=num_gpus),
         visible=VisibleGpus(names=named(environ)),
         load=None if lightly or launched(environ) else measured_for(LOAD_S),
-        directories=tuple(try_directory(each, trial_s) for each in directories),
+        gpu_network=gpu_network.gather(environ, tried),
+        directories=tried,
     )
 
 

@@ -30,6 +30,7 @@ from hpctrain.doctor.checks.facts import (
     VisibleGpus,
     WorldFacts,
 )
+from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts
 from hpctrain.doctor.checks.node import THREAD_VARIABLES
 from hpctrain.doctor.checks.table import examine, examine_all
 from hpctrain.doctor.ranks.traffic import links_between, links_inside
@@ -136,6 +137,7 @@ def _of_rank(facts: Facts, size: int) -> Facts:
         versions=versions,
         mpi=mpi,
         memory=MemoryFacts(),
+        gpu_network=GpuNetworkFacts(),
         directories=(),
         visible=visible,
     )

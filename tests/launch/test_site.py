@@ -1,0 +1,204 @@
+"""Check site profiles: the data files, their recognition, and their effect on a script."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hpctrain.cli import site as command
+from hpctrain.cli.submit import app as submit
+from hpctrain.core.errors import ConfigError
+from hpctrain.launch import site as sites
+from hpctrain.launch.slurm import batch_script
+from hpctrain.launch.slurm.lint.lint import lint
+
+PROFILES = [sites.parse(sites.text(name), name) for name in sites.names()]
+
+OWN = """\
+name = "own"
+recognize = ["CLUSTER=own"]
+[job]
+account = "PROJECT"
+partition = "gpu"
+options = ["--qos=high"]
+modules = ["rccl"]
+[job.variables]
+CACHE = "/tmp/$USER"
+[node]
+cpus = 16
+gpus = 2
+gpu_cores = ["8-15", "0-7"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def unknown_machine(tmp_path, monkeypatch):
+    """Start in an empty directory of a machine without Slurm that no profile recognizes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name in ("NERSC_HOST", "CLUSTER_NAME", "SBATCH_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    Path("train.py").touch()
+
+
+def printed(*words):
+    """Return the script that ``hpctrain submit`` prints, and its notes."""
+    result = CliRunner().invoke(submit, [*words, "--print", "--", "python", "train.py"])
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("site", PROFILES, ids=lambda site: site.name)
+def test_a_profile_names_its_file_and_dated_sources_and_has_consistent_numbers(site):
+    assert site.name in sites.names()
+    assert site.title
+    assert site.sources
+    assert all(re.search(r"\d{4}-\d\d-\d\d$|version \S+$", each) for each in site.sources)
+    assert len(site.node.gpu_cores) in (0, site.node.gpus)
+    assert site.node.network in ("slingshot", "infiniband")
+
+
+@pytest.mark.parametrize("site", PROFILES, ids=lambda site: site.name)
+@pytest.mark.parametrize("template", batch_script.names())
+def test_the_script_of_a_profile_has_no_fault(site, template):
+    script, notes = printed("--site", site.name, "--template", template, "--nodes", "2")
+    assert site.title in notes
+    if template in ("apptainer", "restart", "study"):  # their own findings
+        return
+    assert [each for each in lint(script) if each.level != "ok"] == []
+
+
+def test_ranks_on_lumi_have_the_masks_of_its_documentation():
+    (lumi,) = (site for site in PROFILES if site.name == "lumi")
+    # "Distribution and binding", for applications that select the GPU with their local rank.
+    assert lumi.node.cpu_mask() == (
+        "mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "name"),
+    [
+        ({"NERSC_HOST": "perlmutter"}, "login07", "perlmutter"),
+        ({"CLUSTER_NAME": "clariden"}, "nid005270", "alps"),
+        ({}, "frontier00144", "frontier"),
+        ({}, "login12.frontier.olcf.ornl.gov", "frontier"),
+        ({}, "lumi-uan01", "lumi"),
+        ({}, "login02-ext.leonardo.cineca.it", "leonardo"),
+        ({}, "login02", None),
+        ({"CLUSTER_NAME": ""}, "host=", None),
+    ],
+)
+def test_a_machine_is_recognized_by_its_host_name_or_variables(environ, host, name):
+    found = sites.find(environ=environ, host=host)
+    assert (found and found.name) == name
+
+
+def test_a_file_has_priority_over_the_recognized_machine_and_none_selects_no_profile():
+    perlmutter = {"NERSC_HOST": "perlmutter"}
+    Path("slurm").mkdir()
+    sites.OWN.write_text(OWN)
+    assert sites.find(environ=perlmutter).name == "own"
+    assert sites.find("lumi", perlmutter).name == "lumi"
+    assert sites.find(str(sites.OWN.absolute()), perlmutter).name == "own"
+    assert sites.find(sites.NONE, perlmutter) is None
+
+
+def test_a_submission_follows_the_profile():
+    Path("own.toml").write_text(OWN)
+    script, notes = printed("--site", "own.toml")
+    for line in (
+        *("--partition=gpu", "--qos=high", "--gpus-per-node=2", "--ntasks-per-node=2"),
+        *("--cpus-per-task=8", "--mem=0"),
+    ):
+        assert f"#SBATCH {line}\n" in script
+    assert "--cpu-bind=mask_cpu:ff00,ff " in script
+    assert "--cpu-bind=cores" not in script
+    before, _, after = script.partition("# Modules and environment of your site")
+    assert 'module is-loaded "rccl" || module load "rccl"\nexport CACHE="/tmp/$USER"\n' in before
+    assert after
+    assert "--cpus-per-task=8 --mem=0 for 2 ranks" in notes
+    assert "must name an account such as PROJECT; add --account" in notes
+
+
+@pytest.mark.parametrize(
+    ("words", "present", "absent"),
+    [
+        (["--account", "me"], "--account=me", "must name an account"),
+        (["--option=--qos=low"], "--qos=low", "--qos=high"),
+        (["--option=--qos=low"], "--gpus-per-node=2", "--qos=high"),
+        (["--option=--constraint=cpu"], "--constraint=cpu", "--gpus-per-node"),
+        (["--partition", "cpu"], "--partition=cpu", "--gpus-per-node"),
+        (["--tasks", "1"], "--gpus-per-node=1", "--mem=0"),
+        (["--tasks", "1"], "--cpus-per-task=8", "mask_cpu"),
+        (["--cpus", "2"], "--cpus-per-task=2", "--mem=0"),
+        (["--cpus", "2"], "--cpu-bind=cores", "mask_cpu"),  # a job with other cores of the node
+        (["--partition", "cpu", "--gpus", "2", "--cpus", "8"], "--cpu-bind=cores", "mask_cpu"),
+    ],
+)
+def test_options_have_priority_over_the_profile(words, present, absent):
+    Path("own.toml").write_text(OWN)
+    script, notes = printed("--site", "own.toml", *words)
+    assert absent not in script + notes
+    assert present in script + notes
+
+
+def test_without_slurm_and_profile_a_submission_reports_that_the_node_is_unknown():
+    script, notes = printed("--tasks", "4")
+    assert "#SBATCH --cpus-per-task=1\n" in script
+    assert "neither Slurm nor a site profile describes the nodes" in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nodes = 1", "'nodes' in own.toml; correct the key"),
+        ("[node]\ngpus = '4'", r"gpus .* a number such as 4, got '4' in own.toml, \[node\]"),
+        ("[node]\ngpus = true", "gpus .* a number such as 4, got True"),
+        ("[job]\nmodules = 'rocm'", "modules .* a list of texts"),
+        ("[job]\nmodules = [1]", "modules .* a list of texts"),
+        ("[job.variables]\nA = 1", "variables .* a table of texts"),
+        ("node = 1", "node .* a table, got 1"),
+        ("name =", "must be TOML, but own.toml is not"),
+    ],
+)
+def test_a_wrong_profile_is_an_error_that_names_the_key(text, words):
+    Path("own.toml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        sites.find("own.toml")
+
+
+def test_an_unknown_profile_is_an_error_with_all_names():
+    with pytest.raises(ConfigError, match=r"alps, .*perlmutter, got 'x'; `hpctrain site init"):
+        sites.find("x")
+    with pytest.raises(ConfigError, match=r"x.toml is not.*hpctrain site init x.toml"):
+        sites.find("x.toml")
+
+
+def test_site_lists_shows_and_writes_profiles(tmp_path, monkeypatch):
+    for folder in ("cxi/cxi0", "cxi/cxi1", "../devices/system/node/node0"):
+        (tmp_path / "sys/class" / folder).mkdir(parents=True)
+    for gpu in range(4):
+        (tmp_path / f"nvidia{gpu}").touch()
+    for name, text in (
+        ("sinfo", 'case "$*" in *X*) echo "gpu* 2 32 2" ;; *) echo "cpu gpu*" ;; esac'),
+        ("scontrol", "echo 'ClusterName             = deep'"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setattr(command, "SYS", tmp_path / "sys")
+    monkeypatch.setattr(command, "DEVICES", tmp_path)
+    run = CliRunner().invoke
+    assert "lumi            LUMI-G, CSC\n" in run(command.app, ["list"]).stdout
+    assert run(command.app, ["show", "lumi"]).stdout == sites.text("lumi")
+    assert run(command.app, ["init"]).exit_code == 0
+    found = sites.find()
+    assert (found.name, found.job.partition) == ("deep", "gpu")
+    assert found.job.scratch[0] == "$SCRATCH"
+    node = found.node
+    assert (node.cpus, node.gpus, node.adapters, node.network) == (128, 4, 2, "slingshot")
+    assert node.numa_domains == 1
+    assert "must not exist" in str(run(command.app, ["init"]).exception)
