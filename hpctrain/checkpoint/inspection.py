@@ -1,5 +1,6 @@
 """Listing, description and verification of checkpoints."""
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -67,10 +68,7 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
     directory = Path(directory)
     found = CheckpointManifest.read(directory)
     largest = sorted(found.tensors.items(), key=lambda item: -item[1].num_bytes)[:num_largest]
-    private = [record for own in found.private.values() for record in own.values()]
-    records = [*found.tensors.values(), *private]
-    parts = [part for record in found.tensors.values() for part in record.parts]
-    files = sorted({manifest.file_name(part.file) for each in records for part in each.parts})
+    names = [manifest.file_name(first) for first in found.first_ranks]
     written = datetime.fromtimestamp((directory / manifest.NAME).stat().st_mtime, timezone.utc)
     return {
         "directory": str(directory),
@@ -78,17 +76,16 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
         "written": written.isoformat(timespec="seconds"),
         "world": found.world,
         "num_tensors": len(found.tensors),
-        "num_elements": sum(part.shard.numel for part in parts),
-        "state_bytes": sum(record.num_bytes for record in found.tensors.values()),
-        "private_bytes": sum(record.num_bytes for record in private),
-        "files": [{"name": name, "num_bytes": _size_of(directory / name)} for name in files],
+        "num_elements": sum(math.prod(record.shape) for record in found.tensors.values()),
+        "state_bytes": found.state_bytes,
+        "private_bytes": found.private_bytes,
+        "files": [{"name": name, "num_bytes": _size_of(directory / name)} for name in names],
         "largest": [
             {
                 "path": path,
                 "dtype": record.dtype,
                 "shape": record.shape,
                 "num_bytes": record.num_bytes,
-                "num_parts": len(record.parts),
             }
             for path, record in largest
         ],

@@ -14,6 +14,7 @@ from torch import Tensor
 from hpctrain.checkpoint import block_reader
 from hpctrain.checkpoint.block_reader import StoredTensor
 from hpctrain.checkpoint.format.manifest import (
+    NAME,
     PRIVATE,
     CheckpointManifest,
     Record,
@@ -23,7 +24,8 @@ from hpctrain.checkpoint.format.manifest import (
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_tree import unflatten
 from hpctrain.checkpoint.format.tensor_file import BLOCK_BYTES, DTYPES, opened
-from hpctrain.checkpoint.refusal import explained, printable
+from hpctrain.checkpoint.part_lists import PartIndex
+from hpctrain.checkpoint.refusal import damaged, explained, printable
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import host_bytes
@@ -67,9 +69,18 @@ def load(
         directory = absolute(directory)
         manifest = CheckpointManifest.parse(data, directory)
         _check_wanted(directory, manifest, into or {})
-        pieces = _empty(manifest.tensors, into or {})
-        groups = [(manifest.tensors, pieces)]
-        privates = {rank: manifest.private.get(rank, {}) for rank in comm.node_ranks}
+    index = PartIndex(directory, manifest)
+    with agreed(comm, CheckpointError), explained(what):
+        want = {**_all_of(manifest), **(into or {})}
+        old = manifest.world
+        likely = {*comm.node_ranks, *(rank * old // comm.size for rank in comm.node_ranks)}
+        start_on(comm, index.read_for, want, likely, comm.node).wait()
+    with agreed(comm, CheckpointError), explained(what):
+        _check_cover(index, want)
+        records = index.records()
+        pieces = _empty(records, into or {})
+        groups = [(records, pieces)]
+        privates = {rank: index.private(rank) for rank in comm.node_ranks}
         own = _empty(privates[comm.rank])
         groups += [(of, own if rank == comm.rank else {}) for rank, of in privates.items()]
         # Nodes begin with different files, to spread the load.
@@ -79,7 +90,7 @@ def load(
         leaves = {**_tensors(pieces), **{path: pieces[path] for path in into or ()}}
         state = _assembled(directory, manifest.skeleton, leaves)
         mine = {comm.rank: _private_tree(directory, _tensors(own))} if own else {}
-    return Loaded(state, Privates(directory, manifest, mine), manifest.facts, manifest.step)
+    return Loaded(state, Privates(index, mine), manifest.facts, manifest.step)
 
 
 def read_manifest(directory: Path | str, comm: Communicator) -> CheckpointManifest:
@@ -103,22 +114,30 @@ def check(directory: Path | str) -> list[str]:
     Everything that ``load`` refuses on any number of ranks is a fault.
     """
     directory = Path(directory)
+    faults: list[str] = []
     try:
-        manifest = CheckpointManifest.read(directory)
-        privates = [*manifest.private.values()]
+        index = PartIndex(directory, CheckpointManifest.read(directory))
+        for file in index.manifest.files:
+            try:
+                index.read([file.first_rank])
+            except CheckpointError as error:
+                faults.append(str(error))
+        privates = [index.private(rank) for rank in index.listed_ranks()]
     except CheckpointError as error:
         return [str(error)]
-    stored = _by_file([(records, {}) for records in (manifest.tensors, *privates)])
+    manifest = index.manifest
+    stored = _by_file([(records, {}) for records in (index.records(), *privates)])
     checks: list[Callable[[], object]] = [
         partial(_check_file, directory / file_name(file), list(parts))
         for file, parts in groupby(stored, lambda one: one.part.file)
     ]
+    if not faults:
+        checks.append(partial(_check_cover, index, _all_of(manifest)))
     # A state may be invalid although all files are intact.
     checks.append(
         partial(_assembled, directory, manifest.skeleton, dict.fromkeys(manifest.tensors))
     )
     checks += [partial(_check_private, directory, of) for of in privates]
-    faults = []
     for action in checks:
         try:
             with explained(f"read checkpoint {directory}"):
@@ -131,11 +150,8 @@ def check(directory: Path | str) -> list[str]:
 class Privates(Mapping[int, Any]):
     """Mapping from each rank of the save to its private values, which are read on demand."""
 
-    def __init__(
-        self, directory: Path, manifest: CheckpointManifest, of_ranks: dict[int, Any]
-    ) -> None:
-        self._directory = directory
-        self._records = manifest.private
+    def __init__(self, index: PartIndex, of_ranks: dict[int, Any]) -> None:
+        self._index = index
         self._read = of_ranks
 
     def __getitem__(self, rank: int) -> Any:
@@ -145,18 +161,27 @@ class Privates(Mapping[int, Any]):
         ``CheckpointError``: the file of the rank is damaged.
         """
         if rank not in self._read:
-            pieces = _empty(self._records[rank])
-            with explained(f"read checkpoint {self._directory}"):
-                stored = _by_file([(self._records[rank], pieces)])
-                block_reader.read(self._directory, stored, None)
-                self._read[rank] = _private_tree(self._directory, _tensors(pieces))
+            directory = self._index.directory
+            if not (records := self._index.private(rank)):
+                raise KeyError(rank)
+            pieces = _empty(records)
+            with explained(f"read checkpoint {directory}"):
+                block_reader.read(directory, _by_file([(records, pieces)]), None)
+                self._read[rank] = _private_tree(directory, _tensors(pieces))
         return self._read[rank]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._records)
+        return self._index.private_ranks()
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._index.num_private
+
+
+def _check_cover(index: PartIndex, want: Mapping[str, Shard]) -> None:
+    """Raise ``CheckpointError`` unless each element of ``want`` is in one part that was listed."""
+    for path, shard in want.items():
+        if fault := index.fault(path, shard):
+            raise damaged(index.directory / NAME, fault)
 
 
 def _private_tree(directory: Path, tensors: Mapping[str, Any]) -> Any:
@@ -175,6 +200,10 @@ def _check_private(directory: Path, records: Mapping[str, Record]) -> None:
     pieces = _empty({PRIVATE: records[PRIVATE]})
     block_reader.read(directory, _by_file([(records, pieces)]), None)
     _private_tree(directory, {**dict.fromkeys(records), **_tensors(pieces)})
+
+
+def _all_of(manifest: CheckpointManifest) -> dict[str, Shard]:
+    return {path: Shard.whole(record.shape) for path, record in manifest.tensors.items()}
 
 
 def _check_wanted(

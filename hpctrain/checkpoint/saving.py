@@ -24,8 +24,8 @@ from hpctrain.checkpoint.format.manifest import (
     NAME,
     PRIVATE,
     CheckpointManifest,
+    FileRecord,
     Record,
-    StoredPart,
     dumps,
     require_named,
 )
@@ -37,6 +37,7 @@ from hpctrain.checkpoint.refusal import explained, mismatches
 from hpctrain.checkpoint.replicas import Checksum, checksums, require_same
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, appear, make_folder, sync
 from hpctrain.core.checks import checked
@@ -87,12 +88,10 @@ class SaveSource:
 
 
 class _Written(NamedTuple):
-    """What the manifest contains about the tensors of one rank."""
+    """What rank 0 receives from each rank after the write."""
 
-    crcs: dict[str, list[int]]  # checksums of the blocks of each tensor
-    private: dict[str, _Spec]  # its private tensors
-    copies: dict[str, int]  # checksums of its pieces that other ranks hold, too
-    file: int  # first rank of its file
+    file: FileRecord | None  # file of this rank, on the first rank of the file
+    copies: dict[str, int]  # checksums of pieces of this rank that other ranks hold, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +171,10 @@ class SaveOptions:
     source_rank: int | None
     files: str
 
+    def lines(self) -> list[str]:
+        """Return the arguments that must be the same on every rank."""
+        return [f"{name} {getattr(self, name)}" for name in ("step", "source_rank", "files")]
+
 
 def write(
     directory: Path | str,
@@ -190,14 +193,9 @@ def write(
         checked("files", options.files, Files, CheckpointError)
         source = take()
         contents = _contents(source, options.facts, is_compared=source_rank is None)
-    call = [
-        f"directory {directory}",
-        f"step {step}",
-        f"source_rank {source_rank}",
-        f"files {options.files}",
-    ]
     with mismatches():
-        require_equal(comm, call + contents.common, "the state of a checkpoint", _REMEDY)
+        lines = [f"directory {directory}", *options.lines(), *contents.common]
+        require_equal(comm, lines, "the state of a checkpoint", _REMEDY)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
     if source_rank is not None:
         tree = comm.broadcast_object(tree, root=source_rank)
@@ -205,19 +203,19 @@ def write(
     parts = _parts(tree[1], contents.pieces, comm.size, source_rank)
     room = on_root(comm, explained(what)(partial(_make_room, directory, guard)), CheckpointError)
     try:
-        share = _share(contents, parts, pieces.written, comm.rank)
-        file = FileShare.of(comm, options.files, share)
+        share, shards = _share(contents, parts, pieces.written, comm.rank)
+        file = FileShare.of(comm, options.files, share, shards)
         with agreed(comm, CheckpointError), explained(what):
-            crcs = file.write(room, share)
+            crcs = file.write(room)
             written = time.perf_counter()
             copies = {path: crc_of(contents.piece(path)) for path in pieces.compared}
             compare_s = source.compare_s + time.perf_counter() - written
-        exchanged = time.perf_counter()
+        record, exchanged = file.finish(room, crcs), time.perf_counter()
         require_same(comm, {path: one.value for path, one in source.checksums.items()})
         compare_s += time.perf_counter() - exchanged
-        own = {name: _spec(tensor) for name, tensor in contents.own.items()}
-        written_by = comm.gather_object(_Written(crcs, own, copies, file.first_rank))
-        make = partial(_manifest, tree, parts, pieces, written_by, step, options.facts)
+        places = _places(comm, tree[1], share, file.ranks[0])
+        of_ranks = comm.gather_object(_Written(record, copies))
+        make = partial(_manifest, tree, places, pieces, of_ranks, options)
         publish = partial(_publish, make, room, directory, guard)
         num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
     except CheckpointError:
@@ -339,53 +337,51 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int], first_rank
 
 def _share(
     contents: _Contents, parts: Mapping[str, Parts], written: Iterable[str], rank: int
-) -> dict[str, Tensor]:
-    """Return the tensors, and parts of tensors, that a rank writes."""
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """Return the tensors, and parts of tensors, that a rank writes, and which parts these are."""
     share = {path: contents.piece(path) for path in written}
+    shards = contents.pieces
     for path, of_ranks in parts.items():
         if rank in of_ranks and isinstance(leaf := contents.leaves[path], Tensor):
-            share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(of_ranks[rank])]
-    return {**share, **contents.own}
+            shards[path] = of_ranks[rank]
+            share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(shards[path])]
+    return {**share, **contents.own}, shards
+
+
+def _places(
+    comm: Communicator, specs: Iterable[str], share: Mapping[str, Tensor], file: int
+) -> list[tuple[int, int]]:
+    """Return the first and the last file with parts of each tensor. Collective.
+
+    Costs one all-reduce, whose size does not depend on the number of ranks.
+    """
+    none = -comm.size, 0
+    ends = [(-file, file) if path in share else none for path in specs]
+    largest = torch.tensor(ends, dtype=torch.int64).reshape(-1, 2)
+    comm.allreduce_(largest, op=Op.MAX).wait()
+    return [(-low % comm.size, high) for low, high in largest.tolist()]
 
 
 def _manifest(
     tree: tuple[Any, Mapping[str, _Spec]],
-    parts: Mapping[str, Parts],
+    places: Sequence[tuple[int, int]],
     pieces: PiecePlan,
     written: Sequence[_Written] | None,
-    step: int,
-    facts: dict[str, Any],
+    options: SaveOptions,
 ) -> CheckpointManifest:
     """Return the manifest of the files that all ranks have written. Called on rank 0 only."""
     assert written is not None
     pieces.require_same([of_rank.copies for of_rank in written])
     skeleton, specs = tree
-
-    def record(name: str, spec: _Spec, of_ranks: Parts) -> Record:
-        stored = (
-            StoredPart(rank, part, tuple(written[rank].crcs[name]), written[rank].file)
-            for rank, part in of_ranks.items()
-        )
-        return Record(*spec, tuple(stored))
-
-    files = tuple(of_rank.file for of_rank in written)
     return CheckpointManifest(
-        step=step,
+        step=options.step,
         world=len(written),
-        files=() if files == tuple(range(len(written))) else files,
-        facts=facts,
+        facts=options.facts,
         skeleton=skeleton,
+        files=tuple(each.file for each in written if each.file is not None),
         tensors={
-            path: record(path, specs[path], of_ranks)
-            for path, of_ranks in {**parts, **pieces.parts}.items()
-        },
-        private={
-            rank: {
-                name: record(name, spec, {rank: Shard.whole(spec[1])})
-                for name, spec in of_rank.private.items()
-            }
-            for rank, of_rank in enumerate(written)
-            if of_rank.private
+            path: Record(*spec, files=ends)
+            for (path, spec), ends in zip(specs.items(), places, strict=True)
         },
     )
 
@@ -423,4 +419,4 @@ def _publish(
     if guard is not None:
         guard()
     appear(room, directory)
-    return manifest.num_bytes
+    return manifest.state_bytes + manifest.private_bytes

@@ -1,24 +1,25 @@
 """Check that each node reads each block of a checkpoint once, and only the blocks it needs."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
-from hpctrain.checkpoint import block_reader
+from hpctrain.checkpoint import block_reader, part_lists
 from hpctrain.checkpoint.block_reader import _Block, _rounds
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.tensor_file import TensorFile
 from hpctrain.checkpoint.loading import load
+from hpctrain.checkpoint.part_lists import PartIndex
 from hpctrain.checkpoint.saving import save
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from hpctrain.runtime.world import current
 from tests.checkpoint.managed import flip
 from tests.checkpoint.states import of_every_kind, same
+from tests.checkpoint.test_hostile import manifest_of, seal, to_version_1
 from tests.comm.conftest import PATHS, connected
 
 BLOCK = 1024
@@ -69,6 +70,13 @@ def matrix():
     return torch.arange(float(ROWS * COLS)).reshape(ROWS, COLS)
 
 
+def all_parts(directory):
+    """Return the parts in all files of a checkpoint."""
+    index = PartIndex(directory, CheckpointManifest.read(directory))
+    index.read([file.first_rank for file in index.manifest.files])
+    return index
+
+
 def num_blocks(record):
     return sum(len(part.crcs) for part in record.parts)
 
@@ -84,9 +92,9 @@ def test_each_block_is_read_once_per_node(comm, root, reads):
     opens, found = of_node(comm, opened), of_node(comm, blocks)
     assert same(loaded.private[comm.rank], mine)
     assert len({*found}) == len(found)
-    kept = CheckpointManifest.read(root / "a")
-    records = [*kept.tensors.values()]
-    records += [one for rank in comm.node_ranks for one in kept.private[rank].values()]
+    kept = all_parts(root / "a")
+    records = [*kept.records().values()]
+    records += [one for rank in comm.node_ranks for one in kept.private(rank).values()]
     assert len(found) == sum(map(num_blocks, records))
     assert len(opens) < comm.size + len(comm.node_ranks)
 
@@ -178,13 +186,60 @@ def test_readers_divide_the_bytes_and_memory_of_a_round_has_no_overlap(num_reade
 
 def test_records_of_other_ranks_are_not_parsed(root, monkeypatch):
     save(root / "a", {"w": torch.ones(5)}, SerialCommunicator(), step=1, private={"x": 1})
-    text = (root / "a" / "manifest.json").read_bytes()
-    own = CheckpointManifest.read(root / "a")
-    grown = replace(own, world=500, private=dict.fromkeys(range(500), own.private[0]))
-    (root / "a" / "manifest.json").write_bytes(grown.to_bytes())
-    assert len(text) < len(grown.to_bytes())
+    to_version_1(root / "a")
+    told = manifest_of(root / "a")
+    of_ranks = dict.fromkeys(range(500), told["private"]["0"])
+    seal(root / "a", {**told, "world": 500, "private": of_ranks})
     parsed, record = [], manifest._record
     monkeypatch.setattr(manifest, "_record", lambda *args: parsed.append(args) or record(*args))
     loaded = load(root / "a", SerialCommunicator())
     assert len(loaded.private) == 500
     assert len(parsed) == 2
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_rank_reads_the_headers_of_the_files_that_it_requires_only(comm, root, monkeypatch):
+    """Each rank loads the rows that it has saved, or rows of another rank."""
+    listed, read_list = [], part_lists.read_list
+
+    def note(directory, file, tensors):
+        listed.append(file.first_rank)
+        return read_list(directory, file, tensors)
+
+    monkeypatch.setattr(part_lists, "read_list", note)
+    whole = torch.arange(3.0 * comm.size).reshape(comm.size, 3)
+
+    def row(rank):
+        return Shard(whole.shape, (rank, 0), (1, 3))
+
+    state = {"w": TensorPiece(whole[[comm.rank]], row(comm.rank)), "n": 1}
+    save(root / "a", state, comm, step=1, private={"x": comm.rank}, files="rank")
+    for shift in range(comm.size):
+        listed.clear()
+        other = (comm.rank + shift) % comm.size
+        loaded = load(root / "a", comm, into={"w": row(other)})
+        assert same(loaded.state["w"], TensorPiece(whole[[other]], row(other)))
+        found = of_node(comm, listed)
+        assert sorted({*found}) == sorted(found)
+        assert {*comm.node_ranks} <= {*found}
+        if not shift:
+            assert {*comm.node_ranks} == {*found}
+        listed.clear()
+        assert loaded.private[other] == {"x": other}
+        assert len(listed) <= 1
+    assert len(loaded.private) == len([*loaded.private]) == comm.size
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_size_of_the_manifest_does_not_depend_on_the_number_of_parts(comm, root):
+    """Save one tensor in one part, or in a part for each rank."""
+    whole, sizes = torch.arange(64.0 * comm.size).reshape(comm.size, 64), []
+    for number, first in enumerate((0, comm.rank)):
+        rows = slice(first, first + 1) if number else slice(0, comm.size * (comm.rank == 0))
+        values = whole[rows]
+        shard = Shard(whole.shape, (rows.start, 0), values.shape)
+        save(root / "a", {"w": TensorPiece(values, shard)}, comm, step=1)
+        assert same(load(root / "a", comm).state["w"], whole)
+        sizes.append((root / "a" / "manifest.json").stat().st_size)
+        comm.barrier()
+    assert abs(sizes[0] - sizes[1]) < 16

@@ -1,8 +1,8 @@
 """Check that checkpoints of every version of the format are still loaded.
 
-Two ranks wrote ``golden/v1`` and ``golden/v2`` with these versions of the format, from
-``golden_state`` and ``golden_private`` below, each rank to its own file in version 1, and to one
-file in version 2; the files must not be rewritten.
+Two ranks wrote ``golden/v1``, ``golden/v2`` and ``golden/v3`` with these versions of the format,
+from ``golden_state`` and ``golden_private`` below, each rank to its own file in versions 1 and 3,
+and to one file in version 2; the files must not be rewritten.
 """
 
 import hashlib
@@ -54,6 +54,11 @@ FILES = {
         "rank-00001.safetensors": "afabfc8e20897854",
     },
     "v2": {"manifest.json": "6818eca41e5ffa08", "rank-00000.safetensors": "b8e5d007983aaf82"},
+    "v3": {
+        "manifest.json": "961eb1dbec7c3920",
+        "rank-00000.safetensors": "508e634b78f4ab68",
+        "rank-00001.safetensors": "5441aa5cf0e8e3e3",
+    },
 }
 
 

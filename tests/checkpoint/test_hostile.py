@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint.format.manifest import NAME, CheckpointManifest, file_name
+from hpctrain.checkpoint.format.manifest import NAME, VERSION, CheckpointManifest, file_name
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.loading import check, load
+from hpctrain.checkpoint.part_lists import PartIndex
 from hpctrain.checkpoint.saving import save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
@@ -24,11 +25,41 @@ FILE = file_name(0)
 ALONE = SerialCommunicator()
 
 
-@pytest.fixture
-def good(tmp_path):
+@pytest.fixture(params=[1, VERSION])
+def good(tmp_path, request):
     """Return a checkpoint for a test to damage."""
     save(tmp_path / "a", STATE, ALONE, step=1, private=PRIVATE)
+    if request.param == 1:
+        to_version_1(tmp_path / "a")
     return tmp_path / "a"
+
+
+only_1 = pytest.mark.parametrize("good", [1], indirect=True)
+only_newest = pytest.mark.parametrize("good", [VERSION], indirect=True)
+
+
+def to_version_1(directory):
+    """Replace a checkpoint of one rank by the same checkpoint in version 1 of the format."""
+    index = PartIndex(directory, CheckpointManifest.read(directory))
+    index.read([0])
+
+    def listed(records):
+        return {
+            name: {"dtype": record.dtype, "shape": record.shape, "parts": [
+                {"rank": part.rank, "offset": part.shard.offset, "shape": part.shard.shape,
+                 "crc32": part.crcs}
+                for part in record.parts
+            ]}
+            for name, record in records.items()
+        }  # fmt: skip
+
+    told = manifest_of(directory)
+    del told["files"]
+    parts = {"tensors": listed(index.records()), "private": {"0": listed(index.private(0))}}
+    seal(directory, {**told, "version": 1, **parts})
+    header, data = header_of(directory / FILE)
+    del header["__metadata__"]
+    with_header(directory / FILE, json.dumps(header).encode(), data)
 
 
 def refused(directory, match=None, **more):
@@ -87,7 +118,7 @@ def test_damage_found_by_one_rank_raises_on_every_rank(world, tmp_path):
     last = comm.size - 1
     wanted = {"w": Shard((30, 20), (0, 0), (30 if comm.rank == last else 0, 20))}
     wanted["b"] = Shard((7,), (0,), (0,))
-    spoilt = CheckpointManifest.read(folder).tensors["w"].parts[0].rank
+    spoilt = CheckpointManifest.read(folder).tensors["w"].files[0]
     if comm.rank == 0:
         path = folder / file_name(spoilt)
         flip(path, path.read_bytes().index(STATE["w"].numpy().tobytes()), 1)
@@ -163,6 +194,7 @@ SPOILT = [
 ]  # fmt: skip
 
 
+@only_1
 @pytest.mark.parametrize(("where", "value"), SPOILT, ids=str)
 def test_malicious_manifest_raises(good, where, value):
     told = manifest_of(good)
@@ -171,6 +203,7 @@ def test_malicious_manifest_raises(good, where, value):
     refused(good)
 
 
+@only_1
 @pytest.mark.parametrize(
     "text", ["{", "[" * 120, '{"eval": "x"}', '{"tensor": "none"}', '{"int": "z"}', "\ud800"]
 )
@@ -196,6 +229,7 @@ def test_manifest_that_is_not_json_raises(good, body):
     refused(good, "is damaged")
 
 
+@only_1
 def test_huge_world_is_permitted_and_empty_world_raises(good):
     told = manifest_of(good)
     seal(good, {**told, "world": 2**62})
@@ -205,6 +239,7 @@ def test_huge_world_is_permitted_and_empty_world_raises(good):
     refused(good, "number of ranks that wrote the checkpoint is 0")
 
 
+@only_1
 def test_no_escape_reaches_the_terminal(good):
     told = manifest_of(good)
     bad = "\n\x1b[31m" + "x" * 9999
@@ -220,10 +255,11 @@ def test_no_escape_reaches_the_terminal(good):
 
 def test_newer_version_is_reported(good):
     told = manifest_of(good)
-    seal(good, {**told, "version": 3})
-    refused(good, "has version 3, but this hpctrain reads versions up to 2; use a newer hpctrain")
+    seal(good, {**told, "version": 4})
+    refused(good, "has version 4, but this hpctrain reads versions up to 3; use a newer hpctrain")
 
 
+@only_1
 @pytest.mark.parametrize("files", [None, 1, [], [-1], [1], ["0"], [0, 0], [0.0], {"0": 0}])
 def test_malicious_list_of_shared_files_raises(good, files):
     told = manifest_of(good)
@@ -243,6 +279,7 @@ def with_header(path, text, data):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
+@only_1
 @pytest.mark.parametrize(
     ("where", "value"),
     [
@@ -263,6 +300,7 @@ def test_malicious_file_raises(good, where, value):
     refused(good, rf"{FILE} is damaged")
 
 
+@only_1
 @pytest.mark.parametrize(
     "text", [b"", b"1", b"[]", b"[" * 10**6, b"{" * 10**6, b'{"w": ' * 10**5, b"\xff", b"9" * 5000]
 )
@@ -272,6 +310,7 @@ def test_file_with_an_invalid_header_raises(good, text):
     refused(good, rf"{FILE} is damaged")
 
 
+@only_1
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, 10**9])
 def test_header_with_an_excessive_length_raises(good, length):
     with (good / FILE).open("r+b") as file:
@@ -279,6 +318,59 @@ def test_header_with_an_excessive_length_raises(good, length):
     refused(good, rf"its header must have at most \d+ bytes, got {length}")
 
 
+SPOILT_NEWEST = [
+    *((f"tensors/w/{name}/0", value) for name in ("shape", "files") for value in ODD),
+    *((f"tensors/w/{name}", value) for name in ("dtype", "shape", "files") for value in ODD),
+    *((f"files/0/{name}/0", v) for name in ("ranks", "private") for v in (*ODD, [0], [1, 0])),
+    *((f"files/0/{name}", v) for name in ("private_bytes", "header_crc32") for v in ("1", None)),
+    *((name, value) for name in ("tensors", "files", "facts") for value in (1, [], "x", None)),
+    ("files/0/ranks", []), ("files/0/ranks/0", [0, 2]), ("files/0/ranks/0", [1, 2]),
+    ("files/0/private", []), ("files/0/private/0", [0, 2**62]), ("files/0/header_crc32", 1),
+    ("world", 2), ("tensors/w/dtype", "float16"), ("tensors/w/shape", [20, 30]),
+    ("tensors/w/shape", [31, 20]), ("tensors/w/shape", [2**40, 2**40]), ("tensors/w", None),
+    ("tensors/v", {"dtype": "uint8", "shape": [3], "files": [0, 0]}),
+    ("tensors/%private", {"dtype": "uint8", "shape": [0], "files": [0, 0]}),
+]  # fmt: skip
+
+
+@only_newest
+@pytest.mark.parametrize(("where", "value"), SPOILT_NEWEST, ids=str)
+def test_malicious_manifest_of_the_newest_version_raises(good, where, value):
+    told = manifest_of(good)
+    spoil(told, where, value)
+    seal(good, told)
+    refused(good)
+
+
+@only_newest
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("w", text) for text in ("", "float32", "float32 0,0", "float32 0,0 1 1")),
+        ("w", "float32 0 1"),
+        *(("w", f"float32 {offset} 1") for offset in ("1,0", "-1,0", "0,x", "0,0,0", "1e9,0")),
+        *(("w", f"{dtype} 0,0 1") for dtype in ("float16", "int32", "object", "complex128")),
+        *(("w", value) for value in (1, [], {}, None)),
+        ("x", "float32 0,0 1"), ("%rank-0/w", "float32 0,0 1"), ("%rank-7/w", "float32 0,0 1"),
+        ("%private", None), ("%private", "uint8 0 x"), ("%rank-1/%private", "uint8 0 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_malicious_list_of_parts_raises(good, name, text):
+    header, data = header_of(good / FILE)
+    spoil(header["__metadata__"], name.replace("/", "~"), text)
+    header = json.loads(json.dumps(header).replace("~", "/"))
+    whole = json.dumps(header).encode()
+    with_header(good / FILE, whole, data)
+    refused(good, "the crc32 of its header is wrong")
+    told = manifest_of(good)
+    head = len(whole).to_bytes(8, "little") + whole
+    spoil(told, "files/0/header_crc32", zlib.crc32(head))
+    seal(good, told)
+    refused(good)
+
+
+@only_1
 def test_tensor_larger_than_memory_raises_with_the_directory(good):
     told = manifest_of(good)
     rows = 1 << 32

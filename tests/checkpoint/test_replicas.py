@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import replicas
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import _MIX, device_checksum, state_hash
 from hpctrain.checkpoint.loading import load
@@ -23,6 +22,7 @@ from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import steps_in
 from tests.checkpoint.operations import slope
 from tests.checkpoint.states import of_every_dtype, of_every_kind, same
+from tests.checkpoint.test_block_reader import all_parts
 
 SHAPES = [(), (1,), (7,), (0, 3), (1, 700), (37, 11), (3, 5, 40)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
@@ -274,7 +274,7 @@ def test_only_rank_0_receives_the_pieces_of_all_ranks(comm, root, monkeypatch):
     monkeypatch.setattr(comm, "allgather_object", count)
     save(root / "step-00000001", pieces, comm, step=1)
     assert len(pickle.dumps(received)) < 600 * comm.size
-    kept = CheckpointManifest.read(root / "step-00000001").tensors
+    kept = all_parts(root / "step-00000001").records()
     for record in kept.values():
         assert [part.shard.offset[0] for part in record.parts] == [*range(num_halves)]
         assert all(part.rank // 2 == part.shard.offset[0] for part in record.parts)

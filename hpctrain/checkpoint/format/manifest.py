@@ -1,13 +1,19 @@
-"""Manifest of a checkpoint, which lists its tensors and files and is written last."""
+"""Manifest of a checkpoint, which lists its tensors and files and is written last.
+
+The header of each file lists the parts of tensors in the file, and the manifest has the checksum
+of each header, so its size does not depend on the number of parts. Manifests of versions 1 and 2
+list all parts.
+"""
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.checkpoint.format.shard import Shard, fault_of_cover
 from hpctrain.checkpoint.format.tensor_file import BLOCK_BYTES, DTYPES, open_regular
@@ -18,14 +24,15 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import GIB
 
 NAME = "manifest.json"
-VERSION = 2
-"""Newest version: ranks share files. Without shared files, the version is 1."""
+VERSION = 3
+"""Newest version. In version 2 ranks share files, and in version 1 each rank has a file."""
 
 PRIVATE = "%private"
 """Prefix of private values in the file of a rank; no path of a state has it."""
 
 _FORMAT = "hpctrain checkpoint"
 _DIRECTORY = re.compile(r"step-(\d{8,})")
+_OF_RANK = re.compile(r"%rank-(\d+)/(.*)", re.DOTALL)
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 
@@ -43,13 +50,29 @@ class StoredPart:
         return entry_name(name, self.rank, self.file)
 
 
+class FileRecord(NamedTuple):
+    """A file of a checkpoint, named after the first of its ranks."""
+
+    ranks: tuple[range, ...]  # the ranks that wrote the file
+    private: tuple[range, ...]  # those with private values
+    private_bytes: int  # bytes of all private values in the file
+    header_crc: int
+
+    @property
+    def first_rank(self) -> int:
+        """The rank after which the file is named."""
+        return self.ranks[0].start
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """Dtype, shape and stored parts of a tensor; each element is in exactly one part."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[StoredPart, ...]
+    parts: tuple[StoredPart, ...] = ()
+    files: tuple[int, int] | None = None
+    """First rank of the first and of the last file with parts; None if ``parts`` has all parts."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,16 +90,28 @@ class CheckpointManifest:
     skeleton: Any
     tensors: dict[str, Record]
     """Tensors of the state, by path, which is also their name in the files."""
-    files: tuple[int, ...]
-    """First rank of the ranks that share a file, for each rank; empty if no ranks share a file."""
-    private: Mapping[int, dict[str, Record]]
-    """Tensors of each rank that has private values, by name in its file."""
+    files: tuple[FileRecord, ...] = ()
+    """Files, ordered by first rank; empty in versions 1 and 2, which list all parts here."""
+    private: Mapping[int, dict[str, Record]] = field(default_factory=dict)
+    """Of versions 1 and 2: tensors of each rank that has private values, by name in its file."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+    def first_ranks(self) -> list[int]:
+        """First rank of each file."""
+        own = (record for records in self.private.values() for record in records.values())
+        listed = (part.file for record in (*self.tensors.values(), *own) for part in record.parts)
+        return [file.first_rank for file in self.files] or sorted({*listed})
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all tensors of the state."""
+        return sum(record.num_bytes for record in self.tensors.values())
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of all private values."""
         own = [record for records in self.private.values() for record in records.values()]
-        return sum(record.num_bytes for record in (*self.tensors.values(), *own))
+        return sum(r.num_bytes for r in own) + sum(file.private_bytes for file in self.files)
 
     @classmethod
     def read(cls, directory: Path | str) -> "CheckpointManifest":
@@ -95,7 +130,7 @@ class CheckpointManifest:
             raise damaged(path, "its first line is not the first line of a manifest")
         if crc32(data[first.end() :]) != int(first[1], 16):
             raise damaged(path, "its crc32 is wrong")
-        with _valid(path):
+        with valid(path):
             given = json.loads(data)
             version = given["version"]
             if given["format"] != _FORMAT or type(version) is not int:
@@ -113,16 +148,23 @@ class CheckpointManifest:
         """Return the contents of the manifest file."""
         given = {
             "format": _FORMAT,
-            "version": VERSION if self.files else 1,
+            "version": VERSION,
             "step": self.step,
             "world": self.world,
-            **({"files": self.files} if self.files else {}),
             "facts": self.facts,
-            "tensors": {path: _record_in_json(record) for path, record in self.tensors.items()},
-            "private": {
-                str(rank): {name: _record_in_json(record) for name, record in records.items()}
-                for rank, records in self.private.items()
+            "tensors": {
+                path: {"dtype": record.dtype, "shape": record.shape, "files": record.files}
+                for path, record in self.tensors.items()
             },
+            "files": [
+                {
+                    "ranks": [[run.start, run.stop] for run in file.ranks],
+                    "private": [[run.start, run.stop] for run in file.private],
+                    "private_bytes": file.private_bytes,
+                    "header_crc32": file.header_crc,
+                }
+                for file in self.files
+            ],
             "skeleton": self.skeleton,
         }
         lines = (f"{json.dumps(key)}: {dumps(value)}" for key, value in given.items())
@@ -189,6 +231,24 @@ def entry_name(name: str, rank: int, first_rank: int) -> str:
     return name if rank == first_rank else f"%rank-{rank}/{name}"
 
 
+def runs_of(ranks: Iterable[int]) -> tuple[range, ...]:
+    """Return ascending ranks as ranges of consecutive ranks."""
+    runs: list[range] = []
+    for rank in ranks:
+        if runs and runs[-1].stop == rank:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return tuple(runs)
+
+
+def split_entry(entry: str, first_rank: int) -> tuple[str, int]:
+    """Return name and rank of the tensor ``entry`` of the file of ``first_rank``."""
+    if not (match := _OF_RANK.fullmatch(entry)):
+        return entry, first_rank
+    return match[2], int(match[1])
+
+
 def dumps(value: Any) -> str:
     """Write a value as JSON on one line.
 
@@ -197,42 +257,58 @@ def dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _record_in_json(record: Record) -> dict[str, Any]:
-    parts = [
-        {"rank": part.rank, "offset": part.shard.offset, "shape": part.shard.shape,
-         "crc32": part.crcs}
-        for part in record.parts
-    ]  # fmt: skip
-    return {"dtype": record.dtype, "shape": record.shape, "parts": parts}
-
-
 def _manifest(given: Any, path: Path) -> CheckpointManifest:
-    world = _natural(given["world"])
+    world, version = _natural(given["world"]), given["version"]
     if world < 1:
         raise ValueError("the number of ranks that wrote the checkpoint is 0")
-    files = tuple(map(_natural, given["files"])) if given["version"] > 1 else ()
-    if given["version"] > 1 and (
-        len(files) != world or any(first >= world or files[first] != first for first in files)
-    ):
-        raise ValueError("files does not contain the first rank of a file for each rank")
-    tensors = _records(given["tensors"], world, files)
-    if foreign := [path for path in tensors if path.startswith(PRIVATE)]:
-        raise ValueError(f"{foreign[0]} is not the path of a tensor")
     if not isinstance(given["facts"], dict):
         raise TypeError("the facts are not a JSON object")
-    return CheckpointManifest(
+    make = partial(
+        CheckpointManifest,
         step=_natural(given["step"]),
         world=world,
         facts=given["facts"],
         skeleton=given["skeleton"],
-        tensors=tensors,
-        files=files,
-        private=_PrivateRecords(given["private"], world, files, path),
+    )
+    if version > 2:
+        files = tuple(map(_file, given["files"]))
+        runs = sorted((run.start, run.stop) for file in files for run in file.ranks)
+        if [0, *(stop for _, stop in runs)] != [*(start for start, _ in runs), world]:
+            raise ValueError(f"each of {world} ranks must have one file")
+        tensors = {name: _listed(record) for name, record in given["tensors"].items()}
+        found = make(files=files, tensors=tensors)
+    else:
+        of_ranks = tuple(map(_natural, given["files"])) if version > 1 else ()
+        if version > 1 and (
+            len(of_ranks) != world
+            or any(first >= world or of_ranks[first] != first for first in of_ranks)
+        ):
+            raise ValueError("files does not contain the first rank of a file for each rank")
+        private = _PrivateRecords(given["private"], world, of_ranks, path)
+        found = make(tensors=_records(given["tensors"], world, of_ranks), private=private)
+    if foreign := [path for path in found.tensors if path.startswith(PRIVATE)]:
+        raise ValueError(f"{foreign[0]} is not the path of a tensor")
+    return found
+
+
+def _file(given: Mapping[str, Any]) -> FileRecord:
+    ranks, private = (
+        tuple(range(*map(_natural, run)) for run in given[name]) for name in ("ranks", "private")
+    )
+    if not all(run for run in (*ranks, *private)) or not ranks:
+        raise ValueError("the ranks of a file are not ranges")
+    return FileRecord(
+        ranks, private, _natural(given["private_bytes"]), _natural(given["header_crc32"])
     )
 
 
+def _listed(given: Mapping[str, Any]) -> Record:
+    first, last = map(_natural, given["files"])
+    return Record(*_spec(given), files=(first, last))
+
+
 class _PrivateRecords(Mapping[int, dict[str, Record]]):
-    """Private tensors of the ranks, parsed when they are used: a rank needs its own only.
+    """Private tensors of the ranks, parsed when they are used: a rank requires its own only.
 
     Raises ``CheckpointError``: the records of a rank are not valid.
     """
@@ -246,7 +322,7 @@ class _PrivateRecords(Mapping[int, dict[str, Record]]):
 
     def __getitem__(self, rank: int) -> dict[str, Record]:
         given = self._given[rank]
-        with _valid(self._path):
+        with valid(self._path):
             records = _records(given, self._world, self._files)
             for name, record in records.items():
                 if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
@@ -261,8 +337,8 @@ class _PrivateRecords(Mapping[int, dict[str, Record]]):
 
 
 @contextmanager
-def _valid(path: Path) -> Iterator[None]:
-    """Raise ``CheckpointError`` if the block finds that the manifest at ``path`` is not valid."""
+def valid(path: Path) -> Iterator[None]:
+    """Raise ``CheckpointError`` if the block finds that the file at ``path`` is not valid."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -273,17 +349,20 @@ def _records(given: Mapping[str, Any], world: int, files: Sequence[int]) -> dict
     return {path: _record(path, record, world, files) for path, record in given.items()}
 
 
-def _record(path: str, given: Mapping[str, Any], world: int, files: Sequence[int]) -> Record:
-    shape = tuple(map(_natural, given["shape"]))
-    dtype = given["dtype"]
+def _spec(given: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    shape, dtype = tuple(map(_natural, given["shape"])), given["dtype"]
     if dtype not in DTYPES:
-        raise ValueError(f"{path} has the unknown dtype {str(dtype)[:40]!r}")
+        raise ValueError(f"a tensor has the unknown dtype {str(dtype)[:40]!r}")
+    return dtype, shape
+
+
+def _record(path: str, given: Mapping[str, Any], world: int, files: Sequence[int]) -> Record:
+    dtype, shape = _spec(given)
     ranks = [_natural(part["rank"]) for part in given["parts"]]
     if len({*ranks}) != len(ranks) or not all(rank < world for rank in ranks):
         raise ValueError(f"the parts of {path} are not stored by different ranks below {world}")
-    itemsize = DTYPES[dtype].itemsize
     parts = tuple(
-        _part(part, shape, itemsize, rank, files[rank] if files else rank)
+        _part(part, Record(dtype, shape), rank, files[rank] if files else rank)
         for part, rank in zip(given["parts"], ranks, strict=True)
     )
     if fault := fault_of_cover(shape, [part.shard for part in parts]):
@@ -291,17 +370,27 @@ def _record(path: str, given: Mapping[str, Any], world: int, files: Sequence[int
     return Record(dtype, shape, parts)
 
 
-def _part(
-    given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int, rank: int, file: int
+def _part(given: Mapping[str, Any], record: Record, rank: int, file: int) -> StoredPart:
+    offset, shape, crcs = (tuple(map(_natural, given[k])) for k in ("offset", "shape", "crc32"))
+    return part_of(record, offset, shape, crcs, rank, file)
+
+
+def part_of(
+    record: Record,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    crcs: tuple[int, ...],
+    rank: int,
+    file: int,
 ) -> StoredPart:
-    box = [tuple(map(_natural, given[name])) for name in ("offset", "shape")]
+    """Return a part of a tensor; raise ``ValueError`` if it is not valid."""
     try:
-        shard = Shard(shape, *box)
+        shard = Shard(record.shape, offset, shape)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    crcs = tuple(map(_natural, given["crc32"]))
-    if len(crcs) != -(-shard.numel * itemsize // BLOCK_BYTES):
-        raise ValueError(f"a part of {shard.numel * itemsize} bytes has {len(crcs)} checksums")
+    num_bytes = shard.numel * DTYPES[record.dtype].itemsize
+    if len(crcs) != -(-num_bytes // BLOCK_BYTES):
+        raise ValueError(f"a part of {num_bytes} bytes has {len(crcs)} checksums")
     return StoredPart(rank, shard, crcs, file)
 
 

@@ -62,6 +62,11 @@ class Shard:
             return None
         return Shard(self.global_shape, starts, shape)
 
+    def relative_to(self, other: "Shard") -> "Shard":
+        """Return the same elements as a shard of ``other``, which contains them."""
+        places = (a - b for a, b in zip(self.offset, other.offset, strict=True))
+        return Shard(other.shape, tuple(places), self.shape)
+
     def slices(self, part: "Shard") -> tuple[slice, ...]:
         """Return the slices that select ``part`` in a tensor with the shape of this shard."""
         return tuple(

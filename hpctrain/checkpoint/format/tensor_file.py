@@ -1,8 +1,9 @@
-"""Files of tensors in the safetensors format, with checksums in the manifest.
+"""Files of tensors in the safetensors format, with checksums.
 
 A file consists of a length, a JSON header with name, dtype, shape and offsets of each tensor, and
-the bytes of all tensors. A file contains no code, and other programs can read it. The manifest
-contains one checksum for each block of a tensor.
+the bytes of all tensors. A file contains no code, and other programs can read it. The metadata of
+the header have, for each tensor, its dtype, its offset in the whole tensor, and a checksum for
+each of its blocks; versions 1 and 2 of the format have these in the manifest.
 """
 
 import json
@@ -60,11 +61,12 @@ def check_storable(path: str, tensor: Tensor) -> None:
 
 
 class EntrySpec(NamedTuple):
-    """Name, dtype and shape of a tensor in a file."""
+    """Name, dtype and shape of a tensor in a file, and its offset in the whole tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    offset: tuple[int, ...]
 
     @property
     def itemsize(self) -> int:
@@ -77,8 +79,8 @@ def write(
 ) -> dict[str, list[int]]:
     """Write tensors to their places in a file, and return the crc32 of each block by their name.
 
-    Several ranks may write one file concurrently. The rank with the first tensor of ``specs`` also
-    writes the header. Returns when the tensors are on disk.
+    Several ranks may write one file concurrently; then one of them calls ``write_header``. Returns
+    when the tensors are on disk.
 
     Args:
         path: the file, created unless it exists.
@@ -88,32 +90,52 @@ def write(
     Raises:
         OSError: the file cannot be written.
     """
-    # Tensors with wide elements come first, so every tensor is aligned to its element size.
-    ordered = sorted(specs, key=lambda spec: -spec.itemsize)
-    header, places = _header(ordered)
+    _, places = _header(specs, {})
+    with _written(path) as descriptor:
+        return {
+            name: _write_blocks(descriptor, tensor, places[name])
+            for name, tensor in tensors.items()
+        }
+
+
+def write_header(path: Path, specs: Sequence[EntrySpec], crcs: Mapping[str, Sequence[int]]) -> int:
+    """Write the header of a file that has all tensors, and return the crc32 of the header."""
+    header, _ = _header(specs, crcs)
+    with _written(path) as descriptor:
+        _write_all(descriptor, memoryview(header), 0)
+    return crc32(header)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[int]:
+    """Open a file to write; at the end of the block, wait until its contents are on disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        if not specs or specs[0].name in tensors:
-            _write_all(descriptor, memoryview(header), 0)
-        crcs = {
-            spec.name: _write_blocks(descriptor, tensors[spec.name], places[spec.name])
-            for spec in ordered
-            if spec.name in tensors
-        }
+        yield descriptor
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return crcs
 
 
-def _header(specs: Sequence[EntrySpec]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file, and the place of each tensor in the file."""
-    header, places, end = {}, {}, 0
-    for spec in specs:
+def _header(
+    specs: Sequence[EntrySpec], crcs: Mapping[str, Sequence[int]]
+) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file, and the place of each tensor in the file.
+
+    The length of the header does not depend on ``crcs``, which may be missing.
+    """
+    header: dict[str, Any] = {"__metadata__": {}}
+    places, end = {}, 0
+    # Tensors with wide elements come first, so every tensor is aligned to its element size.
+    for spec in sorted(specs, key=lambda spec: -spec.itemsize):
         dtype, shape = stored_as(spec.dtype, spec.shape)
         places[spec.name] = end
         start, end = end, end + math.prod(spec.shape) * spec.itemsize
         header[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        of_blocks = crcs.get(spec.name) or [0] * -(-(end - start) // BLOCK_BYTES)
+        header["__metadata__"][spec.name] = " ".join(
+            [spec.dtype, ",".join(map(str, spec.offset)), *(f"{crc:08x}" for crc in of_blocks)]
+        )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
     whole = len(text).to_bytes(8, "little") + text
@@ -159,7 +181,25 @@ class TensorFile:
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        self.metadata: dict[str, str] = {}  # text of each tensor, as in the header
+        self.header_crc = 0
         self._entries = dict(self._read_header())
+
+    def spec(self, name: str) -> tuple[EntrySpec, list[int]]:
+        """Return a tensor and the checksums of its blocks, as in the metadata of the file.
+
+        Raises ``CheckpointError``: the header has no valid tensor of this name.
+        """
+        try:
+            dtype, offset, *crcs = self.metadata[name].split(" ")
+            shape = self._entries[name].shape[: -1 if dtype in _AS_BYTES else None]
+            found = EntrySpec(
+                name, dtype, tuple(shape), tuple(map(int, filter(None, offset.split(","))))
+            )
+            self.check(name, dtype, shape)
+            return found, [int(crc, 16) for crc in crcs]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise self._fault(f"its metadata of {str(name)[:80]} are not valid") from None
 
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Compare a tensor in the file with its dtype and shape in the manifest.
@@ -196,9 +236,10 @@ class TensorFile:
         if length > (limit := min(size - 8, _HEADER_BYTES)):
             raise self._fault(f"its header must have at most {limit} bytes, got {length}")
         try:
-            header = json.loads(self._bytes(8, length, size))
-            pairs = header.items()
-            entries = [(str(name), entry) for name, entry in pairs if name != "__metadata__"]
+            head = self._bytes(0, 8 + length, size)
+            header = json.loads(head[8:])
+            self.header_crc, self.metadata = crc32(head), header.pop("__metadata__", {})
+            entries = [(str(name), entry) for name, entry in header.items()]
             entries.sort(key=lambda item: item[1]["data_offsets"])
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
             raise self._fault("its header is not a header of safetensors") from None
