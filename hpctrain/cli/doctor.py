@@ -29,7 +29,7 @@ app = typer.Typer()
 
 
 @app.command()
-def doctor(
+def doctor(  # noqa: PLR0913 - options of the command
     *,
     json: AsJson = False,
     pmi: bool = flag("Print the value for `srun --mpi=` only.", "--pmi"),
