@@ -11,7 +11,7 @@ from hpctrain.cli.options import AsJson, option, show_json
 from hpctrain.core import target
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds, parse_number, parse_size
-from hpctrain.cost import layout_search, transformer
+from hpctrain.cost import control, layout_search, transformer
 from hpctrain.cost import machine as machines
 from hpctrain.train import console, model_sizes
 
@@ -173,6 +173,23 @@ def plan_layouts(options: LayoutOptions) -> None:
     _show(advice, machine, rules.batch)
 
 
+def control_of(machine: "Machine") -> dict[str, dict[str, float]]:
+    """Return messages of all ranks, and seconds, of start-up, agreement, checkpoints, recovery."""
+    return {
+        name: {"messages": part.messages(machine), "seconds": part.seconds(machine)}
+        for name, part in control.PARTS.items()
+    }
+
+
+def control_texts(machine: "Machine") -> list[str]:
+    """Return a line for each part in ``control_of``."""
+    return [
+        f"{name}: {part['messages'] / machine.num_ranks:.3g} messages per rank, "
+        f"{format_seconds(part['seconds'])}"
+        for name, part in control_of(machine).items()
+    ]
+
+
 def _as_dict(
     advice: "LayoutAdvice", machine: "Machine", model: "Transformer", batch: int
 ) -> dict[str, Any]:
@@ -188,6 +205,7 @@ def _as_dict(
         "model": asdict(model) | {"state_bytes": model.state_bytes * model.parameters},
         "machine": finite,
         "batch": batch,
+        "control": control_of(machine),
         "best": [described(one) for one in advice.best],
     } | {name: getattr(advice, name) for name in counts}
 
@@ -222,6 +240,7 @@ def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
     if advice.broken:
         lines += [f"and of {advice.num_meshes} divisions of {machine.num_ranks} ranks:"]
         lines += [f"{number:8}  {rule}" for rule, number in advice.broken.items()]
+    lines += [f"control  {text}" for text in control_texts(machine)]
     screen.print("\n".join(lines), soft_wrap=True)
 
 

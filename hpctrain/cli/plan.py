@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpctrain.cli.layouts import LayoutOptions, SharedOptions, plan_layouts
+from hpctrain.cli.layouts import (
+    LayoutOptions,
+    SharedOptions,
+    control_of,
+    control_texts,
+    plan_layouts,
+)
 from hpctrain.cli.options import aligned, argument, option, show_json, takes
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.records import finite
@@ -200,6 +206,7 @@ def _as_dict(advice: "Advice") -> dict[str, Any]:
         "next": [described(one) for one in advice.next_best],
         "by_nodes": [described(one) for one in advice.by_nodes],
         "payoffs": [finite(asdict(one)) for one in advice.payoffs],
+        "control": control_of(advice.best.machine),
     }
 
 
@@ -247,6 +254,7 @@ def _show(advice: "Advice", model: "Model") -> None:
         ("", f"in float32 no algorithm takes less than {least_s} (bound)"),
         ("checkpoints", often),
     ]
+    lines += [("control", text) for text in control_texts(machine)]
     if best.local_steps > 1:
         lines += [("H > 1", "local SGD; convergence is proven for convex losses: verify it")]
     typer.echo("\n".join(aligned(lines)))

@@ -11,12 +11,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.machine import Machine
-
-_NUM_FAILURES = 100_000  # number of simulated failures to average over
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
@@ -88,10 +85,8 @@ def simulate_run(
         num_failures += 1
 
 
-def best_interval(machine: Machine, *, seed: int = 0) -> float:
+def best_interval(machine: Machine) -> float:
     """Return the seconds of work between checkpoints that maximize the useful time.
-
-    The failures are simulated with the random ``seed``.
 
     Raises:
         ConfigError: nodes do not fail or a checkpoint takes no time, so no interval is optimal.
@@ -101,19 +96,4 @@ def best_interval(machine: Machine, *, seed: int = 0) -> float:
             "mtbf_s must be finite and checkpoint_s above 0 for a best interval, got "
             f"mtbf_s={machine.mtbf_s} and checkpoint_s={machine.checkpoint_s}; set both"
         )
-    # Stratified samples of the times between failures make the average smooth in the interval.
-    ranges = np.arange(_NUM_FAILURES) + np.random.default_rng(seed).random(_NUM_FAILURES)
-    up_s = -np.log1p(-ranges / _NUM_FAILURES) * machine.mtbf_s / machine.nodes
-    low, high = math.log(machine.checkpoint_s / 100), math.log(100 * up_s.max())
-    golden = (math.sqrt(5) - 1) / 2
-    while high - low > 1e-3:
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        at_left, at_right = (_saved_s(math.exp(each), machine, up_s) for each in (left, right))
-        low, high = (low, right) if at_left >= at_right else (left, high)
-    return math.exp((low + high) / 2)
-
-
-def _saved_s(interval_s: float, machine: Machine, up_s: NDArray[np.float64]) -> float:
-    """Return the seconds of work that checkpoints save, if nodes fail after the times ``up_s``."""
-    running_s = np.maximum(0.0, up_s - machine.restart_s)
-    return float(np.floor(running_s / (interval_s + machine.checkpoint_s)).sum() * interval_s)
+    return daly(machine.checkpoint_s, machine.mtbf_s / machine.nodes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpctrain.core.checks import Amount, CheckedFields, Number, Positive
 from hpctrain.core.errors import ConfigError
+from hpctrain.cost import control
 from hpctrain.cost.collectives import CODECS, AllreduceSpec, codec_cost, fastest
 from hpctrain.cost.failures import daly, goodput
 from hpctrain.cost.learning import most_local_steps, samples_needed
@@ -68,8 +69,9 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the goal is reached."""
-        return self.num_steps * self.step.total_s / self.goodput
+        """Seconds until the goal is reached, including the messages of the start."""
+        start_s = control.PARTS["start"].seconds(self.machine)
+        return start_s + self.num_steps * self.step.total_s / self.goodput
 
     @property
     def node_hours(self) -> float:
@@ -181,16 +183,27 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
         batches = [batch for batch in _batches(goal) if batch >= part.num_ranks]
         specs = [_fastest(part, model, codec) for codec in (codecs if nodes > 1 else ["none"])]
         mtbf_s = machine.mtbf_s / nodes
+        save_s = machine.checkpoint_s + control.PARTS["save"].seconds(part)
+        restart_s = machine.restart_s + control.PARTS["recovery"].seconds(part)
         for spec, batch in product(specs, batches):
             num_steps = max(1.0, goal.samples_at(batch) / batch)
             for local_steps in _local_steps(part, goal, batch):
                 share = batch / part.num_ranks
-                step = step_time(part, model, share, spec, local_steps=local_steps)
-                every_s = daly(machine.checkpoint_s, mtbf_s) if mtbf_s < math.inf else math.inf
+                step = _step(part, model, share, spec, local_steps)
+                every_s = daly(save_s, mtbf_s) if mtbf_s < math.inf else math.inf
                 # The interval is at least one step, also if a checkpoint costs nothing.
                 every_s = max(every_s, step.total_s)
-                left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
+                left = goodput(every_s, save_s, restart_s, mtbf_s)
                 yield Candidate(part, batch, spec, local_steps, step, num_steps, every_s, left)
+
+
+def _step(
+    machine: Machine, model: Model, share: float, spec: AllreduceSpec, local_steps: int
+) -> StepTime:
+    """Return the time of a step, with its header and stop check; local steps share a header."""
+    found = step_time(machine, model, share, spec, local_steps=local_steps)
+    header_s, stop_s = (control.PARTS[each].seconds(machine) for each in ("step", "stop check"))
+    return replace(found, exposed_s=found.exposed_s + header_s / local_steps + stop_s)
 
 
 def _fastest(machine: Machine, model: Model, codec: str) -> AllreduceSpec:
@@ -215,7 +228,7 @@ def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
         network = replace(here.network, bytes_per_s=bytes_per_s)
         machine = replace(here, network=network)
         spec = _fastest(machine, model, codec)
-        return step_time(machine, model, share, spec, local_steps=local_steps)
+        return _step(machine, model, share, spec, local_steps)
 
     def saves(bytes_per_s: float, *option: Any) -> float:
         return 1 - step(bytes_per_s, *option).total_s / step(bytes_per_s, "none", 1).total_s

@@ -12,6 +12,6 @@ KINDS = {
         *("api", "commands", "keys", "settings", "errors", "horovod-names", "horovod-variables"),
         *("versions", "glossary"),
     ),
-    "Explanation": ("step", "architecture", "consistency", "tour"),
+    "Explanation": ("step", "scale", "architecture", "consistency", "tour"),
 }
 """Topics by category, in reading order; ``api``, ``commands`` and ``keys`` are generated."""

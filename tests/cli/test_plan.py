@@ -59,7 +59,7 @@ def test_the_table_has_the_best_the_next_and_the_last_worthwhile_number_of_nodes
 
 def test_json_has_every_figure_of_the_table(ask):
     found = json.loads(ask("--json", **GIVEN).output)
-    names = {"best", "next", "by_nodes", "pays_up_to_nodes", "payoffs", "reason"}
+    names = {"best", "next", "by_nodes", "pays_up_to_nodes", "payoffs", "reason", "control"}
     assert names == set(found)
     assert len(found["next"]) == 3
     assert found["best"]["node_hours"] == pytest.approx(

@@ -7,10 +7,12 @@ from itertools import pairwise
 import pytest
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.cost import control
 from hpctrain.cost.collectives import CODECS
+from hpctrain.cost.failures import goodput
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.planner import GAIN, PAYS, Goal, _payoffs, advise
-from hpctrain.cost.step import Model
+from hpctrain.cost.step import Model, step_time
 
 MACHINE = Machine(
     nodes=64,
@@ -139,6 +141,21 @@ def test_more_nodes_fail_more_often_and_are_saved_more_often():
     assert goodputs == sorted(goodputs, reverse=True)
     assert goodputs[-1] < 0.97
     assert {c.goodput for c in advise(MACHINE, MODEL, GOAL).by_nodes} == {1.0}
+
+
+def test_predictions_include_start_up_agreement_checkpoints_and_recovery():
+    slow = replace(MACHINE, network=Link(1e-3, 3e9), mtbf_s=1e6, checkpoint_s=1.0, restart_s=10)
+    (best,) = (one for one in advise(slow, MODEL, GOAL).by_nodes if one.nodes == 64)
+    start, step, stop, save, _, recovery = (
+        part.seconds(best.machine) for part in control.PARTS.values()
+    )
+    share = best.batch / best.machine.num_ranks
+    assert best.step.total_s - step_time(best.machine, MODEL, share, best.spec).total_s == (
+        pytest.approx(step + stop)
+    )
+    useful = goodput(best.checkpoint_every_s, 1 + save, 10 + recovery, 1e6 / 64)
+    assert best.goodput == pytest.approx(useful)
+    assert best.seconds == pytest.approx(start + best.num_steps * best.step.total_s / useful)
 
 
 def test_a_batch_too_small_for_the_ranks_is_refused():

@@ -1,0 +1,109 @@
+"""Messages and time of start-up, agreement, checkpoints and recovery, which move no gradients.
+
+The numbers of calls are those of the implementation, and a test compares the messages with those
+that Open MPI counts. The time does not include processes, imports, computation and files.
+
+Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
+message-passing systems", for gathered objects; otherwise binomial trees.
+"""
+
+import operator
+from typing import NamedTuple
+
+from hpctrain.cost.collectives import AllreduceSpec, Load, allreduce
+from hpctrain.cost.machine import Machine
+
+
+class Calls(NamedTuple):
+    """Collective calls on small values, over N ranks."""
+
+    gathers: int = 0
+    """Each rank sends a message in each of ceil(log2 N) rounds: gathers of objects, barriers."""
+    trees: int = 0
+    """Paths through a binomial tree of N - 1 messages: a broadcast has 1, an all-reduce 2."""
+
+    def messages(self, size: int) -> int:
+        """Return the messages that all ranks send."""
+        return self.gathers * size * (size - 1).bit_length() + self.trees * (size - 1)
+
+    def rounds(self, size: int) -> int:
+        """Return the messages that follow one another."""
+        return sum(self) * (size - 1).bit_length()
+
+
+class ControlPart(NamedTuple):
+    """Messages of an operation over all ranks."""
+
+    world: Calls = Calls()
+    between: Calls = Calls()  # further calls over all ranks if there are several nodes
+    node: Calls = Calls()  # calls over the ranks of each node
+    rails: Calls = Calls()  # calls over the ranks of each rail
+    decisions: int = 0
+    """All-reduces of a few numbers, in node memory and by recursive doubling on one rail."""
+    gathered_bytes: int = 0
+    """Approximate bytes of each rank that all ranks receive."""
+    rooted_bytes: int = 0
+    """Approximate bytes of each rank that rank 0 receives."""
+
+    def __add__(self, other: "ControlPart") -> "ControlPart":  # type: ignore[override] # no concatenation
+        pairs = zip(self[:4], other[:4], strict=True)
+        world, between, node, rails = (Calls(*map(operator.add, *pair)) for pair in pairs)
+        return ControlPart(world, between, node, rails, *map(operator.add, self[4:], other[4:]))
+
+    def messages(self, machine: Machine) -> int:
+        """Return the messages that all ranks send, with a rail for each rank of a node."""
+        nodes, local, size = machine.nodes, machine.ranks_per_node, machine.num_ranks
+        found = self.world.messages(size) + nodes * self.node.messages(local)
+        if nodes == 1:
+            return found
+        power = 1 << (nodes.bit_length() - 1)
+        doubling = power * (power.bit_length() - 1) + 2 * (nodes - power)
+        found += self.between.messages(size) + local * self.rails.messages(nodes)
+        return found + self.decisions * doubling
+
+    def load(self, machine: Machine) -> Load:
+        """Return the load of the busiest rank and network adapter."""
+        nodes, size = machine.nodes, machine.num_ranks
+        in_node = Load(node_rounds=self.node.rounds(machine.ranks_per_node))
+        num_bytes = (size - 1) * (self.gathered_bytes + self.rooted_bytes)
+        if nodes == 1:
+            return in_node + Load(self.world.rounds(size), num_bytes)
+        rounds = self.world.rounds(size) + self.between.rounds(size) + self.rails.rounds(nodes)
+        # All ranks of a node receive the gathered bytes, rank 0 alone receives the others.
+        sharing = -(-machine.ranks_per_node // machine.nics)
+        sent = (size - 1) * (sharing * self.gathered_bytes + self.rooted_bytes)
+        decision = allreduce(machine, _DECISION_BYTES, AllreduceSpec("doubling", rails=1))
+        decisions = Load(*(self.decisions * each for each in decision))
+        return in_node + Load(0, 0, rounds, sent, num_bytes) + decisions
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the seconds of all messages."""
+        return self.load(machine).seconds(machine)
+
+
+_DECISION_BYTES = 64
+_START = ControlPart(
+    world=Calls(gathers=15, trees=47),
+    between=Calls(gathers=5, trees=24),
+    node=Calls(gathers=16),
+    rails=Calls(gathers=2),
+    gathered_bytes=500,
+)
+_LOAD = ControlPart(Calls(trees=6), Calls(trees=4), Calls(gathers=6), decisions=2)
+PARTS = {
+    "start": _START,  # ``init()``
+    "step": ControlPart(decisions=1),  # header of a training step
+    "stop check": ControlPart(decisions=1),  # ``should_stop()``
+    "save": ControlPart(
+        world=Calls(gathers=1, trees=10),
+        between=Calls(trees=10),
+        node=Calls(gathers=1),
+        decisions=7,
+        gathered_bytes=30,
+        rooted_bytes=200,
+    ),
+    "load": _LOAD,
+    # Not counted: agreements of MPI about lost ranks are assumed to use a tree up and down.
+    "recovery": _START + _LOAD + ControlPart(Calls(trees=10)),
+}
+"""Parts of a run by name: replicated state, and one file per node in checkpoints."""
