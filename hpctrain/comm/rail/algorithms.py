@@ -187,11 +187,18 @@ def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequenc
     """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from rank r.
 
     Collective. Tensors are flat and contiguous; several ``outgoing`` tensors may be the same.
+    Empty tensors are not sent.
     """
     incoming[wire.rank].copy_(outgoing[wire.rank])
     for step in range(1, wire.size):
         dest, source = (wire.rank + step) % wire.size, (wire.rank - step) % wire.size
-        wire.exchange(outgoing[dest], dest, incoming[source], source)
+        transfers = []
+        if incoming[source].numel():
+            transfers.append(wire.start_receive(incoming[source], source))
+        if outgoing[dest].numel():
+            transfers.append(wire.start_send(outgoing[dest], dest))
+        for transfer in transfers:
+            wire.finish(transfer)
 
 
 RING_BYTES = 64 * KIB
