@@ -37,8 +37,8 @@ MOST = {
     "recovery": 40,
 }
 """Bounds of the messages per rank, divided by log2(N), for any N."""
-ONCE = {"init", "recovery"}
-"""Operations in which each rank receives some bytes of each other rank."""
+ONCE = {"init", "DistributedOptimizer", "stop request", "recovery"}
+"""Operations, rare in a program, in which each rank receives some bytes of each other rank."""
 
 figures_of = lru_cache(all_figures)
 
@@ -64,7 +64,7 @@ def test_messages_per_rank_are_logarithmic():
 @pytest.mark.conformance
 @pytest.mark.limit(900)
 def test_messages_per_rank_grow_logarithmically():
-    small, large = 64, 4096
+    small, large = 64, 1024  # 4096 ranks take several minutes: `make scale`
     check(large)
     for name in MOST.keys() - {"failure report"}:  # 64 ranks report to each other directly
         few, many = (figures_of(size)[name] for size in (small, large))
