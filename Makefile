@@ -208,6 +208,10 @@ check: .venv/stamp ## lint, types, layers, spelling, plain English, size of file
 	shellcheck $(SHELL_FILES)
 	python -m pytest -q tests/test_size.py
 
+.PHONY: scale
+scale: .venv/stamp ## print messages per rank of 64, 512 and 4096 simulated ranks, in minutes
+	python -m tests.scale.figures 64 512 4096 --negotiation 10000
+
 .PHONY: soak
 soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random scripts, 10000 mixed steps, 27 layouts
 	TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \

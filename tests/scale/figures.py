@@ -27,6 +27,7 @@ from hpctrain.core.logs import logger
 from hpctrain.runtime import lazy_dynamo, recovery
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.runtime.world import current
+from tests.scale.engines import Engines
 from tests.scale.network import Network, Traffic
 from tests.scale.simulated_mpi import SimulatedComm
 from tests.scale.worlds import SimulatedWorld
@@ -118,6 +119,16 @@ def death(size: int, seed: int = 0) -> dict[str, Traffic]:
     return simulated.traffic
 
 
+def negotiation(size: int, seed: int = 0) -> dict[str, Traffic]:
+    """Return the traffic of the negotiation of a named all-reduce on nodes of 64 ranks."""
+    engines, found = Engines(size, Network(size, seed=seed)), {}
+    for name in ("first negotiation", "negotiation"):
+        engines.network.forget()
+        engines.reduce("loss")
+        found[name] = engines.network.traffic()
+    return found
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Leave out the log lines of simulated ranks."""
@@ -130,7 +141,7 @@ def quiet() -> Iterator[None]:
 
 def all_figures(size: int) -> dict[str, Traffic]:
     """Return the traffic of all operations."""
-    found = usual(size)
+    found = negotiation(size) | usual(size)
     found["failure report"] = failure(size)["failure report"]
     found["recovery"] = death(size)["recovery"]
     return found
@@ -138,11 +149,11 @@ def all_figures(size: int) -> dict[str, Traffic]:
 
 def table(of_sizes: dict[int, dict[str, Traffic]]) -> str:
     """Return a table with the mean messages per rank and the rounds of each operation."""
-    names = list(next(iter(of_sizes.values())))
+    names = dict.fromkeys(name for of in of_sizes.values() for name in of)
     lines = ["messages per rank / rounds" + "".join(f"{size:>16}" for size in of_sizes)]
     for name in names:
         cells = [
-            f"{of[name].per_rank(size):9.1f} /{of[name].num_rounds:5}"
+            f"{of[name].per_rank(size):9.1f} /{of[name].num_rounds:5}" if name in of else " " * 16
             for size, of in of_sizes.items()
         ]
         lines.append(f"{name:26}{''.join(cells)}")
@@ -153,12 +164,16 @@ def main() -> None:
     """Print the table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="+", type=int, help="numbers of ranks")
+    parser.add_argument(
+        "--negotiation", type=int, nargs="*", default=[], help="sizes without the other operations"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     found, seconds = {}, {}
-    for size in arguments.sizes:
+    for size in [*arguments.sizes, *arguments.negotiation]:
         began = time.monotonic()
-        found[size] = all_figures(size)
+        is_whole = size in arguments.sizes
+        found[size] = all_figures(size) if is_whole else negotiation(size)
         seconds[size] = round(time.monotonic() - began, 1)
         if arguments.json:
             _write(arguments.json, found, seconds)

@@ -21,6 +21,8 @@ from tests.scale.rank_threads import DeadlockError
 from tests.scale.worlds import SimulatedWorld
 
 MOST = {
+    "first negotiation": 1,
+    "negotiation": 1,
     "init": 18,
     "first named all-reduce": 3,
     "named all-reduce": 3,
@@ -35,8 +37,8 @@ MOST = {
     "recovery": 40,
 }
 """Bounds of the messages per rank, divided by log2(N), for any N."""
-ONCE = {"init", "recovery"}
-"""Operations in which each rank receives some bytes of each other rank."""
+ONCE = {"init", "DistributedOptimizer", "stop request", "recovery"}
+"""Operations, rare in a program, in which each rank receives some bytes of each other rank."""
 
 figures_of = lru_cache(all_figures)
 
@@ -62,7 +64,7 @@ def test_messages_per_rank_are_logarithmic():
 @pytest.mark.conformance
 @pytest.mark.limit(900)
 def test_messages_per_rank_grow_logarithmically():
-    small, large = 64, 4096
+    small, large = 64, 1024  # 4096 ranks take several minutes: `make scale`
     check(large)
     for name in MOST.keys() - {"failure report"}:  # 64 ranks report to each other directly
         few, many = (figures_of(size)[name] for size in (small, large))
