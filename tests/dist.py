@@ -111,7 +111,8 @@ class Stranger:
         if self.has_network:
             return drop
         # The loopback interface connects the ranks of one machine.
-        unshare = ("unshare", "--net") if is_root else ("unshare", "--map-root-user", "--net")
+        own = () if is_root else ("--map-current-user", "--keep-caps")
+        unshare = ("unshare", *own, "--net")
         return (*unshare, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *drop)
 
     def environment(self) -> dict[str, str]:
