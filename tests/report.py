@@ -28,7 +28,7 @@ class Launch:
     tests: list[dict[str, Any]]
     num_not_run: int = 0
     last_words: tuple[str, ...] = ()
-    """Of a launch with a problem: what ranks told, and its last lines."""
+    """Of a launch with a problem: what ranks reported, and its last lines."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:

@@ -184,8 +184,8 @@ def _(comm):
         assert repr(Job(7, Path("made"), 1)) == repr(job)
     yield
     if comm.rank == 0:
-        (job.folder / "slurm-7.out").write_text("said")
-        assert job.stdout() == "said"
+        (job.folder / "slurm-7.out").write_text("message")
+        assert job.stdout() == "message"
 
 
 @case("parallel.shard(offload)")

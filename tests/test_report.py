@@ -66,9 +66,9 @@ def test_end_of_the_report_shows_the_fault_of_a_launch_outside_of_its_tests(tmp_
     lines = ["[rank 1] t.py::test_x still runs after 60 s", *map(str, range(99)), "the end"]
     (tmp_path / "openmpi-2.log").write_text("\n".join(lines))
     assert report.main(str(tmp_path), "openmpi-2") == 1
-    told = capsys.readouterr().out.splitlines()
-    assert f"  {lines[0]}" in told
-    assert told[-3:] == ["  the end", "", "0 passed, 1 failed, 0 skipped"]
+    output = capsys.readouterr().out.splitlines()
+    assert f"  {lines[0]}" in output
+    assert output[-3:] == ["  the end", "", "0 passed, 1 failed, 0 skipped"]
 
 
 def test_a_launch_without_report_fails_the_run(tmp_path, capsys):

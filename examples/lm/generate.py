@@ -37,8 +37,8 @@ def exported(file: Path, num_heads: int = 4) -> Transformer:
 def main(words: list[str] | None = None) -> None:
     """Load, and draw byte after byte."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    told = "what train.py has as --output, or model.pt of hpctrain checkpoint export"
-    parser.add_argument("run", type=Path, help=told)
+    output = "what train.py has as --output, or model.pt of hpctrain checkpoint export"
+    parser.add_argument("run", type=Path, help=output)
     parser.add_argument("begin", nargs="?", default="def __init__(self")
     parser.add_argument("--bytes", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.7)

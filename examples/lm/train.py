@@ -190,8 +190,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> in
     step = int(json.loads((folder / "facts.json").read_text())["step"])
     weights, state = get_state_dict(model, optimizer, options=FLAT)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / f"step-{step}")
-    told = {"model_state_dict": weights, "optim_state_dict": state}
-    set_state_dict(model, optimizer, **told, options=FLAT)
+    message = {"model_state_dict": weights, "optim_state_dict": state}
+    set_state_dict(model, optimizer, **message, options=FLAT)
     return step
 
 

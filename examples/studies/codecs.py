@@ -62,8 +62,8 @@ def main() -> None:
     for name, (parameters, images_per_s) in MODELS.items():
         ratios = (ratio_needed(parameters, images_per_s, gbit) for gbit in GBITS)
         print(f"  {name:<27}" + "".join(f"{ratio:>14.1f}" for ratio in ratios))
-    told = (PUBLISHED.get(gbit, "-") for gbit in GBITS)
-    print(f"  {'published':<27}" + "".join(f"{text:>14}" for text in told))
+    output = (PUBLISHED.get(gbit, "-") for gbit in GBITS)
+    print(f"  {'published':<27}" + "".join(f"{text:>14}" for text in output))
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def main() -> None:
         slow, fast = (
             IMAGES / images_per_s(gpus, overlap=overlap) / 3600 for overlap in (False, True)
         )
-        told, hours = (f"{x:.2f}" for x in PUBLISHED[gpus]) if gpus in PUBLISHED else "--"
-        print(f"{gpus:>4} {told:>23}   {low:.2f} to {high:.2f}", end="")
+        output, hours = (f"{x:.2f}" for x in PUBLISHED[gpus]) if gpus in PUBLISHED else "--"
+        print(f"{gpus:>4} {output:>23}   {low:.2f} to {high:.2f}", end="")
         print(f"{hours:>19}   {fast:.2f} to {slow:.2f}")
 
 

@@ -101,8 +101,8 @@ def main() -> None:
         print("GPUs   servers   efficiency: published   model             ring, predicted")
         for k, servers in zip(GPUS, TABLES[system][1], strict=True):
             kind = "fitted" if k <= FITTED_UP_TO else "predicted"
-            told = f"{found[1] / found[k]:.3f}{model[k]:>18.3f} {kind:<9}"
-            print(f"{k:>4} {servers:>9} {'':>17}{told}{by_ring[k]:>14.3f}")
+            output = f"{found[1] / found[k]:.3f}{model[k]:>18.3f} {kind:<9}"
+            print(f"{k:>4} {servers:>9} {'':>17}{output}{by_ring[k]:>14.3f}")
         print()
 
 

@@ -364,7 +364,7 @@ class AsyncMethod(CommonBlock):
                 passed if another rank is lost during a recovery.
         """
         if len(self.servers) == self.comm.size:
-            recovery.give_up(error)
+            recovery.raise_lost(error)
 
         def allows(lost: list[int]) -> bool:
             return not {*self.servers} & {*lost} and not {*self.workers} <= {*lost}

@@ -48,7 +48,7 @@ def _reduction(op: Op, what: str, scale: float | None) -> Call:
     return call_of(f"{op.value} of {what}" + ("" if scale is None else f" times {scale}"))
 
 
-def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
+def check_call(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     """Wait until every rank has begun the same ``call``. Collective.
 
     The comparison is an all-reduce and needs no more messages than a barrier.

@@ -24,7 +24,7 @@ from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scaled_when
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import InFlight, Rail
-from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
+from hpctrain.comm.tensor_arguments import check_scale, copy_back, flat_of, name_of
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
@@ -96,13 +96,13 @@ class HierarchicalCommunicator(MpiCommunicator):
     @in_step
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Create a bucket in node memory."""
-        self.meet(f"new bucket of {numel} {name_of(dtype)}")
+        self.check_call(f"new bucket of {numel} {name_of(dtype)}")
         return self.node.new_bucket(numel, dtype)
 
     @in_step
     def new_mailbox(self) -> mailbox.Mailbox:
         """Create a mailbox in node memory, with MPI messages between nodes."""
-        self.meet("new mailbox")
+        self.check_call("new mailbox")
         return mailbox.by_node(self._comm, self.node, self._rail, self._watch, self.plan)
 
     @in_step
@@ -127,20 +127,20 @@ class HierarchicalCommunicator(MpiCommunicator):
         if algorithm == "library":
             if not self._one_node:  # a rank with another algorithm waits here, too
                 numel = tensor.numel() * tensor.itemsize // how.storage_dtype.itemsize
-                self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
+                self.node.check_call(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
         stored = values if values.dtype is how.storage_dtype else how.view(values)
         self._algorithms[algorithm](stored, how, scale)
-        put_back(values, tensor)
+        copy_back(values, tensor)
         return FINISHED
 
-    def meet(self, call: str = "barrier") -> None:
+    def check_call(self, call: str = "barrier") -> None:
         """Wait until all ranks have begun the same ``call``; on one node, use node memory."""
         if self._one_node:
-            self.node.meet(call_of(call))
+            self.node.check_call(call_of(call))
         else:
-            super().meet(call)
+            super().check_call(call)
 
     @in_step
     def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
@@ -198,7 +198,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._publish_bucket(bucket, how, late)
 
     def _reduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
-        self.node.meet(bucket_call(bucket.number, how.op, scale))
+        self.node.check_call(bucket_call(bucket.number, how.op, scale))
         return self._sum_on_node(bucket, how, scale)
 
     def _publish_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
@@ -211,7 +211,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     ) -> None:
         """All-reduce a bucket in chunks, so that sums overlap with messages of other chunks."""
         node = self.node
-        node.meet(bucket_call(bucket.number, how.op, early))
+        node.check_call(bucket_call(bucket.number, how.op, early))
         chunks = chunks_of(bucket.peers, node.local_rank, self.plan.chunk_bytes)
 
         def summed() -> Iterator[Tensor]:
@@ -243,7 +243,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 entered.append((chunk, bucket))
                 yield self._sum_on_node(bucket, how, early)
 
-        node.meet(tensor_call(how.op, values.dtype, values.numel(), scale))
+        node.check_call(tensor_call(how.op, values.dtype, values.numel(), scale))
         with InFlight(self._rail, how, self._watch) as in_flight, node.waits.busy(in_flight):
             for _ in in_flight.reduced(summed()):
                 reduced.append(entered.popleft())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_refused
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import call_of, in_step, meet, tensor_call
+from hpctrain.comm.call_check import call_of, check_call, in_step, tensor_call
 from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.member_sync import MemberSync
@@ -114,7 +114,7 @@ class MpiCommunicator(Communicator):
         how = combination(values.dtype, op)
         where = f" in bucket {tensor.number}" if isinstance(tensor, Bucket) else ""
         call = tensor_call(op, values.dtype, values.numel(), scale)
-        self.meet(f"allreduce by {call.text}{where}")
+        self.check_call(f"allreduce by {call.text}{where}")
         with flattened(values) as flat:
             for chunk in how.view(flat).split(CHUNK_ELEMENTS):
                 total = chunk.to(how.accumulate_dtype)
@@ -136,7 +136,7 @@ class MpiCommunicator(Communicator):
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)
         call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
-        self.meet(f"reduce_scatter by {call.text} in parts of {parts}")
+        self.check_call(f"reduce_scatter by {call.text} in parts of {parts}")
         total = self._reduce_scatter_flat(flat_of(tensor), parts, how)
         is_wide = total.dtype is not how.storage_dtype
         result = torch.empty_like(total, dtype=how.storage_dtype) if is_wide else total
@@ -149,7 +149,7 @@ class MpiCommunicator(Communicator):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather the shapes, then the tensors by messages."""
         check_tensor(tensor)
-        self.meet(f"all_gather of {name_of(tensor.dtype)}")
+        self.check_call(f"all_gather of {name_of(tensor.dtype)}")
         shapes: list[torch.Size] = self._calls.allgather(tensor.shape)
         numels = [shape.numel() for shape in shapes]
         gathered = allgather_by_messages(self.wire, flat_of(tensor), numels)
@@ -162,7 +162,7 @@ class MpiCommunicator(Communicator):
         for tensor in tensors:
             check_tensor(tensor)
         check_alltoall(tensors, self.size)
-        self.meet(call or f"alltoall of {name_of(tensors[0].dtype)}")
+        self.check_call(call or f"alltoall of {name_of(tensors[0].dtype)}")
         shapes: list[torch.Size] = self._calls.alltoall([tensor.shape for tensor in tensors])
         given = [flat_of(tensor) for tensor in tensors]
         received = [torch.empty(shape.numel(), dtype=given[0].dtype) for shape in shapes]
@@ -175,7 +175,7 @@ class MpiCommunicator(Communicator):
         """Broadcast the tensor in chunks."""
         check_tensor(tensor)
         check_rank(root, self.size, "root")
-        self.meet(f"broadcast of {tensor.numel()} {name_of(tensor.dtype)} from rank {root}")
+        self.check_call(f"broadcast of {tensor.numel()} {name_of(tensor.dtype)} from rank {root}")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
                 self._broadcast_flat_(chunk, root)
@@ -203,7 +203,7 @@ class MpiCommunicator(Communicator):
     def broadcast_object(self, value: T, root: int = 0) -> T:
         """Broadcast the pickled value."""
         check_rank(root, self.size, "root")
-        self.meet(f"broadcast of an object from rank {root}")
+        self.check_call(f"broadcast of an object from rank {root}")
         result: T = self._calls.bcast(value, root)
         return result
 
@@ -211,7 +211,7 @@ class MpiCommunicator(Communicator):
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Gather pickled values on ``root``."""
         check_rank(root, self.size, "root")
-        self.meet(f"gather of objects on rank {root}")
+        self.check_call(f"gather of objects on rank {root}")
         result: list[T] | None = self._calls.gather(value, root)
         return result
 
@@ -222,7 +222,7 @@ class MpiCommunicator(Communicator):
     @in_step
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
         """Gather pickled values on all ranks."""
-        self.meet(call)
+        self.check_call(call)
         result: list[T] = self._calls.allgather(value)
         return result
 
@@ -230,9 +230,9 @@ class MpiCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method."""
-        self.meet()
+        self.check_call()
 
-    def meet(self, call: str = "barrier") -> None:
+    def check_call(self, call: str = "barrier") -> None:
         """Wait until every rank has begun the same ``call``. Collective.
 
         Raises:
@@ -244,13 +244,13 @@ class MpiCommunicator(Communicator):
                 "a communicator must be open when it is used, but this one was closed; create a "
                 "new one"
             )
-        meet(self._comm, call_of(call), self._watch)
+        check_call(self._comm, call_of(call), self._watch)
 
     @in_step
     def group(self, ranks: Sequence[int]) -> Communicator | None:
         """Create a group by splitting the MPI communicator."""
         check_group(ranks, self.size)
-        self.meet(f"group of ranks {list(ranks)}")
+        self.check_call(f"group of ranks {list(ranks)}")
         is_member = self.rank in ranks
         color, key = (0, ranks.index(self.rank)) if is_member else (MPI.UNDEFINED, 0)
         members = self._calls.split(color, key)
@@ -291,7 +291,7 @@ class MpiCommunicator(Communicator):
 
     def new_mailbox(self) -> mailbox.Mailbox:
         """Create a mailbox that sends MPI messages."""
-        self.meet("new mailbox")
+        self.check_call("new mailbox")
         return mailbox.flat(self._comm, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:

@@ -108,7 +108,7 @@ def flattened(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the elements of a tensor as a 1-D tensor; copy changes back at the end."""
     values = flat_of(tensor)
     yield values
-    put_back(values, tensor)
+    copy_back(values, tensor)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def on_host(tensor: Tensor) -> Iterator[Tensor]:
         tensor.detach().copy_(values)
 
 
-def put_back(values: Tensor, tensor: Tensor) -> None:
+def copy_back(values: Tensor, tensor: Tensor) -> None:
     """Copy ``values``, the result of ``flat_of``, to ``tensor`` unless they share memory."""
     if values is not tensor and values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.shape))

@@ -27,7 +27,7 @@ def resolve(
     target: str,
     where: str,
     *,
-    way_out: str = "put it next to the configuration file or install it",
+    remedy: str = "put it next to the configuration file or install it",
     error_type: type[HpctrainError] = ConfigError,
 ) -> Any:
     """Import the module of ``target`` and return the object that it names.
@@ -35,7 +35,7 @@ def resolve(
     Args:
         target: ``"module:name"``.
         where: origin of the name, such as the key of a file, for messages.
-        way_out: remedy if the module does not exist, for messages.
+        remedy: remedy if the module does not exist, for messages.
         error_type: class of the errors.
 
     Raises:
@@ -56,7 +56,7 @@ def resolve(
                 f'{where} = "{target}" cannot be imported: {error}{remedy}'
             ) from error
         raise error_type(
-            f'{where} = "{target}": there is no module {error.name}; {way_out}'
+            f'{where} = "{target}": there is no module {error.name}; {remedy}'
         ) from None
     return member(module, name, where, error_type=error_type)
 

@@ -142,14 +142,14 @@ class DistributedMethods:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss over all samples of the last step, from the losses passed to ``tell_loss``.
+        """Mean loss over all samples of the last step, from the losses passed to ``report_loss``.
 
         The same on every rank. Available after ``backward()``, or with ``shard="node"`` after
         ``synchronize()``; NaN before the first loss.
         """
         return self._exchange.steps.mean_loss
 
-    def tell_loss(self, loss: float) -> None:
+    def report_loss(self, loss: float) -> None:
         """Pass the loss of this rank, from which ``mean_loss`` is computed on all ranks.
 
         The loss has the same weight as the gradients of the rank. Not collective, but every rank

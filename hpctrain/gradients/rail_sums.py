@@ -184,7 +184,7 @@ class RailSums:
         # Sums in 32 and 64 bits can start before the largest weight of the step is known.
         exponent = count.exponent if _is_scaled_first(bucket) else 0
         early, _ = scaled_when(count.scale_of(exponent), how)
-        node.meet(call_of(f"sum of bucket {number} of {len(self._gradients)} between nodes"))
+        node.check_call(call_of(f"sum of bucket {number} of {len(self._gradients)} between nodes"))
         factors = [count.factor_of(float(peer.item()), exponent) for peer in self._weights.peers]
         for out, parts in self._chunks[number]:
             combine_to(out, weighted(parts, factors), how, early)

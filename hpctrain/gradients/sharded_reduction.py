@@ -204,7 +204,7 @@ class ShardedReduction(Reduction):
             failure: error of this rank's step, or None; if any rank has an error, all ranks raise.
         """
         call = call_of("end of a step" if failure is None else f"failed step: {failure!r:.300}")
-        self._clocked(self._run(partial(self._node.meet, of_node=True), call).wait)
+        self._clocked(self._run(partial(self._node.check_call, of_node=True), call).wait)
         if failure is not None:  # all ranks have failed with the same error
             raise failure
         if self._rails is not None:

@@ -65,7 +65,7 @@ class StepValues:
         return values, counters
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Set all buffers to their values at the start of the step."""
         for entry, start in enumerate(self._start, len(self._parameters)):
             self._put(entry, start)

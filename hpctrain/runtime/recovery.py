@@ -117,7 +117,7 @@ def ends_with_losses(remedy: str) -> Iterator[None]:
         raise RankLostError(f"{error}; {remedy}") from error
 
 
-def give_up(error: Exception) -> NoReturn:
+def raise_lost(error: Exception) -> NoReturn:
     """Raise ``RankLostError`` for an MPI error that reports a lost rank, or else ``error``.
 
     Not collective: the error names the ranks that this rank knows to be lost.

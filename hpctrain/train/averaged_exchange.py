@@ -147,7 +147,7 @@ class AveragedExchange(AccumulatedExchange):
 
     def report_loss(self, loss: float) -> None:
         """Add this rank's loss to the step header. Local."""
-        self.method.tell_loss(loss)
+        self.method.report_loss(loss)
 
     def mean_loss(self, loss: float) -> float:
         """Return the mean loss of all samples of the step."""

@@ -40,9 +40,9 @@ class StopPoll:
         if self._num_batches >= self._every:
             is_first = not self._num_batches  # no batch time yet: poll again after one batch
             batch_s = LOOK_S if is_first else (monotonic() - self._since) / self._num_batches
-            told = torch.tensor([float(self._is_asked()), batch_s], dtype=torch.float64)
-            self._comm.allreduce_(told, op=Op.MAX).wait()
-            asked, batch_s = told.tolist()
+            text = torch.tensor([float(self._is_asked()), batch_s], dtype=torch.float64)
+            self._comm.allreduce_(text, op=Op.MAX).wait()
+            asked, batch_s = text.tolist()
             self.is_over, self._every = asked > 0, max(1, int(LOOK_S / max(batch_s, 1e-6)))
             self._num_batches, self._since = 0, monotonic()
         self._num_batches += 1

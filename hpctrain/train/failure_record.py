@@ -54,8 +54,10 @@ class FailureRecord:
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not error.code:
                 raise
-            said = str(error) or "no message"
-            text = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
+            message = str(error) or "no message"
+            text = (
+                message if isinstance(error, ConfigError) else f"{type(error).__name__}: {message}"
+            )
             hooks = world.current().attachments.hooks
             if hooks is None:
                 self._write(text)

@@ -175,7 +175,7 @@ class StepGuard:
         action = self._on_spike if now.is_spike else self._mode
         all_know = exchange.is_synchronous
         if now.buffers is not None:
-            now.buffers.put_back()  # before exchange.skip() may average the buffers
+            now.buffers.restore()  # before exchange.skip() may average the buffers
         exchange.skip(now.flags | NOT_FINITE)
         if action == "stop":
             if all_know:

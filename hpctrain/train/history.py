@@ -150,12 +150,14 @@ class RunHistory:
         if not self.savings:
             return ""
         node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
-        told = f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between nodes"
-        told += f", {ratio:.3g} times less than without compression"
+        description = (
+            f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between nodes"
+        )
+        description += f", {ratio:.3g} times less than without compression"
         if self.savings["won_s"] is None:
-            return f"{told}; the time saved is unknown, because the link was not measured"
+            return f"{description}; the time saved is unknown, because the link was not measured"
         end = "saves" if won_s >= 0 else "loses"
-        return f"{told}, and {end} about {format_seconds(abs(won_s))}"
+        return f"{description}, and {end} about {format_seconds(abs(won_s))}"
 
     @property
     def headline(self) -> str:
@@ -163,28 +165,28 @@ class RunHistory:
         begun, test = self.view.begun, self.last("test")
         rate = self.configuration.get("optimizer.lr")
         ranks, nodes = begun.get("world_size", 1), begun.get("nodes", 1)
-        told = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
-        told += [f"learning rate {rate:g}"] if rate is not None else []
-        told.append(f"{self.view.step} of {begun.get('num_steps', '?')} steps")
+        description = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
+        description += [f"learning rate {rate:g}"] if rate is not None else []
+        description.append(f"{self.view.step} of {begun.get('num_steps', '?')} steps")
         metrics = {LOSS: test["loss"]} | self.metrics_of(test) if test else {}
-        told += [f"{self.tested} {name} {number(value)}" for name, value in metrics.items()]
+        description += [f"{self.tested} {name} {number(value)}" for name, value in metrics.items()]
         if self.tested != "test" and self.test:
-            told += [f"test {n} {number(v)}" for n, v in self.metrics_of(self.test).items()]
+            description += [f"test {n} {number(v)}" for n, v in self.metrics_of(self.test).items()]
         if resumes := self.resumes:
-            told.append(f"resumed after step {', '.join(map(str, resumes[-3:]))}")
-        return f"{self.state}: {', '.join(told)}"
+            description.append(f"resumed after step {', '.join(map(str, resumes[-3:]))}")
+        return f"{self.state}: {', '.join(description)}"
 
     @property
     def warning(self) -> str:
         """Message about losses that are not finite and the reason of a failure; else empty."""
-        gaps, told = self.gaps, []
+        gaps, description = self.gaps, []
         if gaps:
             many = f"{len(gaps)} of {len(self.of('step'))} records"
-            told.append(f"the loss is not finite in {many}, first at step {gaps[0]}")
+            description.append(f"the loss is not finite in {many}, first at step {gaps[0]}")
         if self.view.status.state == "failed":
             failed = self.last("failed")
-            told.append(f"failed after step {failed['step']}: {shown(failed['reason'])}")
-        return "; ".join(told)
+            description.append(f"failed after step {failed['step']}: {shown(failed['reason'])}")
+        return "; ".join(description)
 
 
 def number(value: float | None) -> str:

@@ -90,16 +90,16 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
     if lines := misfits(have, want):
         more = len(lines) - _MOST_LINES
         lines[_MOST_LINES:] = [f"and {more} more"] if more > 0 else []
-        told = f'"{config.init_from}" fits {len(fits)} of {len(want)} tensors'
+        description = f'"{config.init_from}" fits {len(fits)} of {len(want)} tensors'
         text = "\n  ".join(lines)
         if config.init_strict or not fits:
             raise ConfigError(
-                f"model.init_from must fit all tensors of the model, but {told}; build the model "
-                f"that was saved, or load the fitting tensors with model.init_strict = false:\n  "
-                f"{text}"
+                f"model.init_from must fit all tensors of the model, but {description}; build the "
+                f"model that was saved, or load the fitting tensors with "
+                f"model.init_strict = false:\n  {text}"
             )
         logger.warning(
-            f"model.init_from = {told}, the others keep their initial values:\n  {text}"
+            f"model.init_from = {description}, the others keep their initial values:\n  {text}"
         )
     model.load_state_dict(fits, strict=False)
 
@@ -115,11 +115,11 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = torch.load(path, map_location="cpu", weights_only=True)
         # pickle, zip and torch raise any of these for other files.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
-            said = str(error).partition("\n")[0]
+            message = str(error).partition("\n")[0]
             if isinstance(error, pickle.UnpicklingError):  # torch's text is too long
-                said = "the file contains objects other than tensors"
+                message = "the file contains objects other than tensors"
             raise ConfigError(
-                f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
+                f'model.init_from = "{path}" cannot be read: {message}; name a run directory, a '
                 f"checkpoint, or a file of torch.save or safetensors with a state dict"
             ) from error
     found = isinstance(state, Mapping)

@@ -31,7 +31,7 @@ def sizes_of(target: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such function, or it does not return a model on the meta device.
     """
-    resolve(target, "--model", way_out="start hpctrain in its folder, or install it")
+    resolve(target, "--model", remedy="start hpctrain in its folder, or install it")
     try:
         with torch.device("meta"):
             model = make_model(ModelConfig(target=target))

@@ -36,27 +36,27 @@ def explain_errors(whose: str, *values: object) -> Iterator[None]:
         if is_other or "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
             raise
         logger.info("the model or the loss refuses its input", exc_info=error)
-        given, said = " and ".join(map(described, values)), f"{type(error).__name__}: {error}"
-        remedy = _remedy(said, [each.dtype for each in values if isinstance(each, Tensor)])
-        text = f"model, loss and data must fit together, but {whose} refuses {given}: {said}"
+        given, message = " and ".join(map(described, values)), f"{type(error).__name__}: {error}"
+        remedy = _remedy(message, [each.dtype for each in values if isinstance(each, Tensor)])
+        text = f"model, loss and data must fit together, but {whose} refuses {given}: {message}"
         layer = layer_of(error)
         where = [f"in {layer}"] * bool(layer) + user_lines(error)
         lines = [f"{text}{remedy}", *(f"  {line}" for line in where)]
         raise DataError("\n".join(lines)) from error
 
 
-def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
+def _remedy(message: str, dtypes: list[torch.dtype]) -> str:
     """Return a remedy for an error about dtypes or shapes; empty for other errors.
 
     ``dtypes`` are the dtypes of the model input, or the dtypes of model output and labels.
     """
-    if "Double" in said and "Float" in said and dtypes:
+    if "Double" in message and "Float" in message and dtypes:
         is_loss = len(dtypes) > 1
         goal = "f4" if (dtypes[0] == torch.float32) is is_loss else "f8"
-    elif "Long" in said:
+    elif "Long" in message:
         goal = "i8"
     else:
-        shapes = "shape" in said or "size" in said
+        shapes = "shape" in message or "size" in message
         return "; change the model, or the shape of the samples in data.transform" * shapes
     return (
         f"; pack the data again with --field NAME=WHAT:{goal}, which stores that type of numbers, "

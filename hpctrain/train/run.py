@@ -397,7 +397,7 @@ def held(
             ranks.
     """
     lease = Lease(directory.path) if comm.rank == 0 else None
-    told = ""
+    description = ""
 
     def attempt() -> str:
         assert lease is not None
@@ -408,9 +408,9 @@ def held(
         if lease is not None and force and (holder := Holder.read(directory.path)):
             console.print(_lost_steps(directory, holder))
         while waits_for := on_root(comm, attempt):
-            if waits_for != told:
+            if waits_for != description:
                 console.print(waits_for)
-                told = waits_for
+                description = waits_for
             time.sleep(TIMES.look_s)
         yield lease
     finally:

@@ -44,12 +44,12 @@ class Status:
         """Return the status, updated with the job that holds the lease of the directory."""
         if holder is None:
             return self
-        told = f"{holder.describe()} holds it"
+        text = f"{holder.describe()} holds it"
         if holder.is_gone(Holder.here()):
-            return replace(self, what=f"{self.what}; {told}, but that job is dead")
+            return replace(self, what=f"{self.what}; {text}, but that job is dead")
         if self.state in ("killed", "missing"):
-            return Status("running", f"{path} is running{self.where}; {told}")
-        return replace(self, what=f"{self.what}; {told}")
+            return Status("running", f"{path} is running{self.where}; {text}")
+        return replace(self, what=f"{self.what}; {text}")
 
 
 def status(path: Path) -> Status:
@@ -94,12 +94,12 @@ def _by_exit_code(path: Path) -> Status:
 def not_started(path: Path) -> str:
     """Return a message with a remedy about a directory without records of a run."""
     logs = RunDirectory(path).logs
-    told = "contains no run that has started to train" if path.is_dir() else "does not exist"
+    text = "contains no run that has started to train" if path.is_dir() else "does not exist"
     if logs.is_dir() or (path / JOBS).exists():
         output = logs if logs.is_dir() else "its output"
-        return f"{path} {told}; wait until its job has started, or read {output} if it has ended"
+        return f"{path} {text}; wait until its job has started, or read {output} if it has ended"
     return (
-        f"{path} {told}; wait until its job has started, or pass the output_dir of a run, by "
+        f"{path} {text}; wait until its job has started, or pass the output_dir of a run, by "
         f"default runs/NAME"
     )
 
@@ -118,8 +118,8 @@ def by_record(path: Path, record: Mapping[str, Any]) -> Status:
     if event == "failed":
         return Status("failed", f"{path} failed {_place(record)}: {record['reason']}")
     where = _place(record)
-    told = f"{path} ended without a last record {where}"
-    return Status("killed", told, where=f" {where}")
+    text = f"{path} ended without a last record {where}"
+    return Status("killed", text, where=f" {where}")
 
 
 def _place(record: Mapping[str, Any]) -> str:

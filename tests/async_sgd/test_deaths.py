@@ -140,10 +140,10 @@ def test_second_worker_may_die_during_the_recovery(tmp_path, later_s):
     done = launched(tmp_path, WORKERS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = r"rank (\d) of 2: \[5.0, (\d+).0, 20.0, 0.0\], -0.5\."
-    ranks, told = zip(*re.findall(found, done.stdout), strict=True)
+    ranks, output = zip(*re.findall(found, done.stdout), strict=True)
     assert sorted(ranks) == ["0", "1"], done.stdout
-    assert len({*told}) == 1, told
-    assert 7 <= int(told[0]) <= 20  # pushed before it waited for the first worker, or later
+    assert len({*output}) == 1, output
+    assert 7 <= int(output[0]) <= 20  # pushed before it waited for the first worker, or later
 
 
 @pytest.mark.requires("recovery")
@@ -220,7 +220,7 @@ def test_ranks_that_never_wait_detect_a_death(tmp_path):
 @pytest.mark.conformance
 @pytest.mark.requires("recovery")
 def test_run_that_loses_a_rank_resumes_from_its_checkpoint(tmp_path):
-    lost, said = trained(tmp_path, "lost", "sync.method=ssp", kills="1:20")
+    lost, message = trained(tmp_path, "lost", "sync.method=ssp", kills="1:20")
     assert lost[-1]["event"] == "finished"
     assert [r["world_size"] for r in lost if r["event"] in ("started", "resumed")] == [4, 3]
-    assert "rank 1 of 4 died; the 3 survivors continue" in said
+    assert "rank 1 of 4 died; the 3 survivors continue" in message

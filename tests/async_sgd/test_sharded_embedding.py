@@ -252,16 +252,16 @@ def test_accumulating_or_nan_gradients_are_reported_once(hvd_nodes, caplog):
     table = make_table(hvd_nodes)
     for _ in range(101):
         table(torch.tensor([4])).sum().backward()
-    told = [each.message for each in caplog.records]
-    assert len(told) == (hvd_nodes.rank() == 0)
-    assert all("keeps gradients of 100 lookups and has never stepped" in each for each in told)
+    output = [each.message for each in caplog.records]
+    assert len(output) == (hvd_nodes.rank() == 0)
+    assert all("keeps gradients of 100 lookups and has never stepped" in each for each in output)
     table.zero_grad()
     caplog.clear()
     for _ in range(2):
         (table(torch.tensor([4])) * float("nan")).sum().backward()
         table.step()
-    told = hvd_nodes.allgather_object([each.message for each in caplog.records])
-    [text] = [text for each in told for text in each]  # text of the owner
+    output = hvd_nodes.allgather_object([each.message for each in caplog.records])
+    [text] = [text for each in output for text in each]  # text of the owner
     assert "to leave out such a step, call zero_grad() of the model" in text
 
 

@@ -187,9 +187,9 @@ def test_readers_divide_the_bytes_and_memory_of_a_round_has_no_overlap(num_reade
 def test_records_of_other_ranks_are_not_parsed(root, monkeypatch):
     save(root / "a", {"w": torch.ones(5)}, SerialCommunicator(), step=1, private={"x": 1})
     to_version_1(root / "a")
-    told = manifest_of(root / "a")
-    of_ranks = dict.fromkeys(range(500), told["private"]["0"])
-    seal(root / "a", {**told, "world": 500, "private": of_ranks})
+    output = manifest_of(root / "a")
+    of_ranks = dict.fromkeys(range(500), output["private"]["0"])
+    seal(root / "a", {**output, "world": 500, "private": of_ranks})
     parsed, record = [], manifest._record
     monkeypatch.setattr(manifest, "_record", lambda *args: parsed.append(args) or record(*args))
     loaded = load(root / "a", SerialCommunicator())

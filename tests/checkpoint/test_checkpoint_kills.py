@@ -64,16 +64,16 @@ def run_and_kill(line, delay_s, num_ranks=1):
     """Start a job, kill its ranks after a delay; return the last step that it has printed."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, **how, env=mpiexec.environment()) as job:
-        pids, told = [], []
-        while len(pids) < num_ranks or not told:
+        pids, output = [], []
+        while len(pids) < num_ranks or not output:
             words = job.stdout.readline().split()
             assert words, job.stderr.read()
-            (pids if words[0] == "pid" else told).append(int(words[1]))
+            (pids if words[0] == "pid" else output).append(int(words[1]))
         time.sleep(delay_s)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         lines = [line for line in job.stdout if line.startswith("step ")]
-        return max([told[-1], *(int(line.split()[1]) for line in lines)])
+        return max([output[-1], *(int(line.split()[1]) for line in lines)])
 
 
 @pytest.mark.parametrize("where", ["new", "same"])
@@ -97,7 +97,7 @@ def test_killed_job_resumes_from_a_whole_checkpoint(tmp_path):
     random_ = random.Random(0)
     job = mpiexec.command([*preload.python(), "-c", TRAIN, str(tmp_path)], num_ranks=2)
     for _ in range(KILLS):
-        told = run_and_kill(job, random_.uniform(0, 0.3), num_ranks=2)
+        output = run_and_kill(job, random_.uniform(0, 0.3), num_ranks=2)
         manager = Manager(tmp_path, ALONE, background=False)
         assert check(manager.latest()) == []
         loaded = manager.load_latest()
@@ -105,4 +105,4 @@ def test_killed_job_resumes_from_a_whole_checkpoint(tmp_path):
         assert [loaded.private[rank] for rank in (0, 1)] == [
             {"rank": rank, "step": loaded.step} for rank in (0, 1)
         ]
-        assert loaded.step >= told
+        assert loaded.step >= output

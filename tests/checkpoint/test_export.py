@@ -86,14 +86,14 @@ def test_existing_file_is_replaced_with_overwrite_only(tmp_path, name):
 @FILES
 def test_full_disk_raises_and_leaves_no_file(tmp_path, name):
     out = tmp_path / "new" / name
-    told = r"state.*: File too large; raise the limit of file sizes"
-    with largest_file(100_000), pytest.raises(CheckpointError, match=told):
+    output = r"state.*: File too large; raise the limit of file sizes"
+    with largest_file(100_000), pytest.raises(CheckpointError, match=output):
         export({"a": torch.zeros(1_000_000)}, out)
     assert list(out.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "told"),
+    ("name", "state", "output"),
     [
         ("x.safetensors", {"a": torch.zeros(1).to(torch.complex128)}, "cannot be written"),
         (
@@ -105,8 +105,8 @@ def test_full_disk_raises_and_leaves_no_file(tmp_path, name):
         ("x", {}, "got 'x'"),
     ],
 )
-def test_values_unsupported_by_a_format_raise(tmp_path, name, state, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_values_unsupported_by_a_format_raise(tmp_path, name, state, output):
+    with pytest.raises(CheckpointError, match=output):
         export(state, tmp_path / name)
     assert not list(tmp_path.iterdir())
 

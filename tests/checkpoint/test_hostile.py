@@ -53,10 +53,10 @@ def to_version_1(directory):
             for name, record in records.items()
         }  # fmt: skip
 
-    told = manifest_of(directory)
-    del told["files"]
+    output = manifest_of(directory)
+    del output["files"]
     parts = {"tensors": listed(index.records()), "private": {"0": listed(index.private(0))}}
-    seal(directory, {**told, "version": 1, **parts})
+    seal(directory, {**output, "version": 1, **parts})
     header, data = header_of(directory / FILE)
     del header["__metadata__"]
     with_header(directory / FILE, json.dumps(header).encode(), data)
@@ -144,15 +144,15 @@ def test_unreadable_file_raises(good):
 
 
 def manifest_of(directory):
-    told = json.loads((directory / NAME).read_bytes())
-    del told["crc32"]
-    return told
+    output = json.loads((directory / NAME).read_bytes())
+    del output["crc32"]
+    return output
 
 
-def seal(directory, told):
+def seal(directory, output):
     """Write a manifest with any content and a correct checksum."""
     body = b",\n".join(
-        f"{json.dumps(key)}: {json.dumps(value)}".encode() for key, value in told.items()
+        f"{json.dumps(key)}: {json.dumps(value)}".encode() for key, value in output.items()
     )
     write_sealed(directory, body + b"}")
 
@@ -161,17 +161,17 @@ def write_sealed(directory, body):
     (directory / NAME).write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
 
 
-def spoil(told, where, value):
+def spoil(output, where, value):
     """Set a value of a manifest at a path such as ``tensors/w/shape``."""
     *way, last = where.split("/")
     for key in way:
-        told = told[int(key) if isinstance(told, list) else key]
-    if isinstance(told, list):
-        told[int(last)] = value
+        output = output[int(key) if isinstance(output, list) else key]
+    if isinstance(output, list):
+        output[int(last)] = value
     elif value is None:
-        del told[last]
+        del output[last]
     else:
-        told[last] = value
+        output[last] = value
 
 
 ODD = [-1, 1.5, True, "3", [], {}, 2**63, 10**30]
@@ -197,9 +197,9 @@ SPOILT = [
 @only_1
 @pytest.mark.parametrize(("where", "value"), SPOILT, ids=str)
 def test_malicious_manifest_raises(good, where, value):
-    told = manifest_of(good)
-    spoil(told, where, value)
-    seal(good, told)
+    output = manifest_of(good)
+    spoil(output, where, value)
+    seal(good, output)
     refused(good)
 
 
@@ -215,9 +215,9 @@ def test_private_state_of_a_rank_is_checked_during_the_load(good, text):
     with (good / FILE).open("r+b") as file:
         file.seek(position)
         file.write(own)
-    told = manifest_of(good)
-    spoil(told, "private/0/%private/parts/0/crc32", [zlib.crc32(own)])
-    seal(good, told)
+    output = manifest_of(good)
+    spoil(output, "private/0/%private/parts/0/crc32", [zlib.crc32(own)])
+    seal(good, output)
     refused(good)
 
 
@@ -231,20 +231,20 @@ def test_manifest_that_is_not_json_raises(good, body):
 
 @only_1
 def test_huge_world_is_permitted_and_empty_world_raises(good):
-    told = manifest_of(good)
-    seal(good, {**told, "world": 2**62})
+    output = manifest_of(good)
+    seal(good, {**output, "world": 2**62})
     assert check(good) == []
     assert load(good, ALONE).step == 1
-    seal(good, {**told, "world": 0, "tensors": {}, "private": {}, "skeleton": None})
+    seal(good, {**output, "world": 0, "tensors": {}, "private": {}, "skeleton": None})
     refused(good, "number of ranks that wrote the checkpoint is 0")
 
 
 @only_1
 def test_no_escape_reaches_the_terminal(good):
-    told = manifest_of(good)
+    output = manifest_of(good)
     bad = "\n\x1b[31m" + "x" * 9999
     for where in ("format", "step", "tensors/w/dtype", "skeleton/dict/0/1/tensor"):
-        again = json.loads(json.dumps(told))
+        again = json.loads(json.dumps(output))
         spoil(again, where, bad)
         seal(good, again)
         with pytest.raises(CheckpointError) as caught:
@@ -254,18 +254,18 @@ def test_no_escape_reaches_the_terminal(good):
 
 
 def test_newer_version_is_reported(good):
-    told = manifest_of(good)
-    seal(good, {**told, "version": 4})
+    output = manifest_of(good)
+    seal(good, {**output, "version": 4})
     refused(good, "has version 4, but this hpctrain reads versions up to 3; use a newer hpctrain")
 
 
 @only_1
 @pytest.mark.parametrize("files", [None, 1, [], [-1], [1], ["0"], [0, 0], [0.0], {"0": 0}])
 def test_malicious_list_of_shared_files_raises(good, files):
-    told = manifest_of(good)
-    seal(good, {**told, "version": 2, "files": files})
+    output = manifest_of(good)
+    seal(good, {**output, "version": 2, "files": files})
     refused(good)
-    seal(good, {**told, "version": 2, "files": [0]})
+    seal(good, {**output, "version": 2, "files": [0]})
     assert check(good) == []
 
 
@@ -336,9 +336,9 @@ SPOILT_NEWEST = [
 @only_newest
 @pytest.mark.parametrize(("where", "value"), SPOILT_NEWEST, ids=str)
 def test_malicious_manifest_of_the_newest_version_raises(good, where, value):
-    told = manifest_of(good)
-    spoil(told, where, value)
-    seal(good, told)
+    output = manifest_of(good)
+    spoil(output, where, value)
+    seal(good, output)
     refused(good)
 
 
@@ -363,18 +363,18 @@ def test_malicious_list_of_parts_raises(good, name, text):
     whole = json.dumps(header).encode()
     with_header(good / FILE, whole, data)
     refused(good, "the crc32 of its header is wrong")
-    told = manifest_of(good)
+    output = manifest_of(good)
     head = len(whole).to_bytes(8, "little") + whole
-    spoil(told, "files/0/header_crc32", zlib.crc32(head))
-    seal(good, told)
+    spoil(output, "files/0/header_crc32", zlib.crc32(head))
+    seal(good, output)
     refused(good)
 
 
 @only_1
 def test_tensor_larger_than_memory_raises_with_the_directory(good):
-    told = manifest_of(good)
+    output = manifest_of(good)
     rows = 1 << 32
     part = {"rank": 0, "offset": [0, 0], "shape": [rows, 1 << 9], "crc32": [0] * (1 << 19)}
-    told["tensors"]["w"] = {"dtype": "uint8", "shape": [rows, 1 << 9], "parts": [part]}
-    seal(good, told)
+    output["tensors"]["w"] = {"dtype": "uint8", "shape": [rows, 1 << 9], "parts": [part]}
+    seal(good, output)
     refused(good)

@@ -46,8 +46,8 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
     with managed(root, comm) as manager:
         assert loaded_value(manager) == 2
         assert loaded_value(manager) == 2
-        told = [record for record in caplog.records if "step 3 is skipped" in record.message]
-        assert len(told) == (comm.rank == 0)
+        output = [record for record in caplog.records if "step 3 is skipped" in record.message]
+        assert len(output) == (comm.rank == 0)
         assert manager.latest() == root / "step-00000002"
         manager.save(state(3), 3, wait=True)  # the next training replaces it
         assert loaded_value(manager) == 3

@@ -55,7 +55,7 @@ class Model:
     step: int | None = None  # step of the last save or load
     has_failed: bool = False  # the last save failed, and the error has not been raised yet
 
-    def told(self):
+    def output(self):
         """Return True, once, if the last save failed: the next call must raise its error."""
         failed, self.has_failed = self.has_failed, False
         if failed:
@@ -64,7 +64,7 @@ class Model:
 
     def save(self, step, state, failure, *, wait, at_once):
         """Return True if the call raises."""
-        if self.told() and not wait:
+        if self.output() and not wait:
             return True
         if step == self.step:
             return False
@@ -74,7 +74,7 @@ class Model:
         if failure is None:
             steps = sorted(old for old in self.on_disk if old <= step)[-KEEP:]
             self.on_disk = {old: self.on_disk[old] for old in steps}
-        return (wait or at_once) and self.told()
+        return (wait or at_once) and self.output()
 
     def load(self):
         self.step = max(self.on_disk, default=None)
@@ -144,10 +144,10 @@ class Sequence:
         assert found == (None if newest is None else self.root / f"step-{newest:08d}")
 
     def wait(self):
-        self.expect(self.model.told(), self.manager.wait)
+        self.expect(self.model.output(), self.manager.wait)
 
     def restart(self):
-        self.expect(self.model.told(), self.manager.close)
+        self.expect(self.model.output(), self.manager.close)
         self.model.step = None
         self.comm.barrier()
         assert sorted(steps_in(self.root) if self.root.exists() else []) == sorted(

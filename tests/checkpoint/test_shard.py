@@ -44,7 +44,7 @@ def test_intersection_holds_the_common_elements(shape):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "output"),
     [
         (lambda: Shard((4,), (3,), (2,)), "a shard must be inside its tensor"),
         (lambda: Shard((4,), (-1,), (2,)), "a shard must be inside its tensor"),
@@ -53,8 +53,8 @@ def test_intersection_holds_the_common_elements(shape):
         (lambda: TensorPiece(torch.zeros(3), Shard.whole((4,))), r"the shard, \[4\], got \[3\]"),
     ],
 )
-def test_invalid_boxes_are_rejected(make, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_invalid_boxes_are_rejected(make, output):
+    with pytest.raises(CheckpointError, match=output):
         make()
 
 

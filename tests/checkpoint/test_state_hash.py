@@ -77,7 +77,7 @@ def test_a_tensor_can_be_resized_afterwards():
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "output"),
     [
         (np.float32(1), "got float32 at /'a'/1"),
         ({1.5: 0}, r"keys of a state .* got 1.5 at /'a'/1"),
@@ -85,8 +85,8 @@ def test_a_tensor_can_be_resized_afterwards():
         (object(), "got object"),
     ],
 )
-def test_values_without_defined_bits_raise(value, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_values_without_defined_bits_raise(value, output):
+    with pytest.raises(CheckpointError, match=output):
         state_hash({"a": [0, value]})
 
 

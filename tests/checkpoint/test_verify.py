@@ -45,7 +45,7 @@ def names(paths):
     return [int(path.name.removeprefix("step-")) for path in paths]
 
 
-def told_by(run):
+def output_by(run):
     """Return each step that verify reports, and whether it is complete."""
     return [(step_of(place.name), not faults) for place, faults in verify(run)]
 
@@ -53,24 +53,24 @@ def told_by(run):
 def test_directory_with_the_name_of_another_step_is_rejected_everywhere(run, caplog):
     folder = run / "checkpoints"
     (folder / "step-00000003").rename(folder / "step-00000009")
-    assert told_by(run) == [(1, True), (2, True), (4, True), (9, False)]
-    said = "step-00000009 is used for the checkpoint of step 3; use the name step-00000003"
+    assert output_by(run) == [(1, True), (2, True), (4, True), (9, False)]
+    message = "step-00000009 is used for the checkpoint of step 3; use the name step-00000003"
     for refused in (describe, lambda path: checkpoint.load(path, SerialCommunicator())):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             refused(folder / "step-00000009")
     with pytest.raises(CheckpointError, match="use the name step-00000005"):
         checkpoint.save(folder / "step-00000006", {}, SerialCommunicator(), step=5)
     manager = checkpoint.Manager(folder, SerialCommunicator())
     assert manager.load_latest().step == 4
-    assert caplog.text.count(said) == 1
+    assert caplog.text.count(message) == 1
     manager.close()
     (folder / "step-00000009").rename(folder / "kept")
     assert checkpoint.load(folder / "kept", SerialCommunicator()).step == 3
 
 
 def test_whole_checkpoints_are_verified(run):
-    assert told_by(run) == told_by(run / "checkpoints") == [(n, True) for n in (1, 2, 3, 4)]
-    assert told_by(run / "checkpoints" / "step-00000002") == [(2, True)]
+    assert output_by(run) == output_by(run / "checkpoints") == [(n, True) for n in (1, 2, 3, 4)]
+    assert output_by(run / "checkpoints" / "step-00000002") == [(2, True)]
 
 
 def cut(path):
@@ -97,7 +97,7 @@ def test_checkpoint_removed_during_verification_is_not_reported(run):
     assert next(found)[0].name.endswith("1")
     shutil.rmtree(file_of(run, 2).parent)
     assert [(place.name[-1], faults) for place, faults in found] == [("3", []), ("4", [])]
-    assert told_by(file_of(run, 2).parent) == [(2, False)]
+    assert output_by(file_of(run, 2).parent) == [(2, False)]
 
 
 def test_directory_without_checkpoints_raises(run, tmp_path):
@@ -115,16 +115,16 @@ def test_description_includes_the_files_of_all_ranks(world, tmp_path):
     run = world.bcast(tmp_path)
     write(run, 5, MpiCommunicator(world), why="test")
     world.barrier()
-    told = describe(run / "checkpoints" / "step-00000005", num_largest=2)
-    assert (told["step"], told["world"], told["facts"]) == (5, world.size, {"why": "test"})
-    assert (told["num_tensors"], told["num_elements"]) == (3, 1004)
-    assert told["state_bytes"] == 1000 * 4 + 3 * 2 + 8
-    assert told["private_bytes"] >= world.size * 400
-    assert [held["path"] for held in told["largest"]] == ["model/w", "n"]
-    assert len(told["files"]) == world.size
-    assert all(file["num_bytes"] for file in told["files"])
-    assert "missing" not in "\n".join(lines_of(told))
-    assert told_by(run) == [(5, True)]
+    output = describe(run / "checkpoints" / "step-00000005", num_largest=2)
+    assert (output["step"], output["world"], output["facts"]) == (5, world.size, {"why": "test"})
+    assert (output["num_tensors"], output["num_elements"]) == (3, 1004)
+    assert output["state_bytes"] == 1000 * 4 + 3 * 2 + 8
+    assert output["private_bytes"] >= world.size * 400
+    assert [held["path"] for held in output["largest"]] == ["model/w", "n"]
+    assert len(output["files"]) == world.size
+    assert all(file["num_bytes"] for file in output["files"])
+    assert "missing" not in "\n".join(lines_of(output))
+    assert output_by(run) == [(5, True)]
 
 
 def test_missing_file_is_reported(run):

@@ -41,7 +41,7 @@ def call(*words):
     return CliRunner().invoke(app, ["checkpoint", *map(str, words)])
 
 
-def told_by(*words):
+def output_by(*words):
     """Return the error that the program prints as its only line."""
     error = call(*words).exception
     assert isinstance(error, CheckpointError)
@@ -78,7 +78,7 @@ def test_verify_ends_with_0_1_or_2(run, tmp_path):
     assert "rank-00000.safetensors" in result.output
     record = json.loads(call("verify", run, "--json").output)
     assert [len(report["faults"]) for report in record] == [0, 1]
-    assert "pass a run directory" in told_by("verify", tmp_path / "none")
+    assert "pass a run directory" in output_by("verify", tmp_path / "none")
 
 
 def test_an_error_is_one_line_of_the_program(tmp_path):
@@ -91,8 +91,8 @@ def test_an_error_is_one_line_of_the_program(tmp_path):
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_gives_one_line(run, tmp_path, name):
     flip(run / "checkpoints" / "step-00000020" / name)
-    assert name in told_by("export", run, tmp_path / "x.pt")
-    assert name in told_by("diff", run, run)
+    assert name in output_by("export", run, tmp_path / "x.pt")
+    assert name in output_by("diff", run, run)
     assert not (tmp_path / "x.pt").exists()
 
 
@@ -104,9 +104,9 @@ def test_export_writes_what_torch_loads(run, tmp_path):
     found = torch.load(out, weights_only=True)
     assert torch.equal(found["0.weight"], torch.arange(12.0).reshape(3, 4))
     assert call("export", run, tmp_path / "m.safetensors", "--only", "model").exit_code == 0
-    assert "model, optimizer of the state" in told_by("export", run, tmp_path / "x.safetensors")
-    assert "must end in .pt" in told_by("export", run, tmp_path / "directory")
-    assert "already exists" in told_by("export", run, out)
+    assert "model, optimizer of the state" in output_by("export", run, tmp_path / "x.safetensors")
+    assert "must end in .pt" in output_by("export", run, tmp_path / "directory")
+    assert "already exists" in output_by("export", run, out)
     assert call("export", run, out, "--overwrite").exit_code == 0
 
 
@@ -123,7 +123,7 @@ def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
     assert call("diff", run, other, "--only", "optimizer/state").exit_code == 0
     both = call("diff", run, other, "--only", "model", "--only", "optimizer")
     assert "values (1), plain (1); " in both.output
-    assert "there is no modle" in told_by("diff", run, other, "--only", "modle")
+    assert "there is no modle" in output_by("diff", run, other, "--only", "modle")
     short = call("diff", run, other, "--lines", 1)
     assert "and 2 more; --lines 3 lists all" in short.output
     record = json.loads(call("diff", run, other, "--only", "model", "--json").output)
@@ -132,26 +132,26 @@ def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
 
 def test_times_and_numbers_of_records_are_named_and_no_difference(tmp_path):
     def diff_of_a_and(name, **changes):
-        for folder, told in (("a", {}), (name, changes)):
+        for folder, message in (("a", {}), (name, changes)):
             state = {"step": 1, "training_s": 0.5, "num_records": 3, "other": {"num_records": 3}}
-            own = {"tally": {"sums": torch.tensor([*told.pop("sums", [1.0] * 6)])}}
+            own = {"tally": {"sums": torch.tensor([*message.pop("sums", [1.0] * 6)])}}
             path = tmp_path / folder / "checkpoints" / "step-00000001"
             comm = SerialCommunicator()
-            checkpoint.save(path, state | told, comm, step=1, private=own)
+            checkpoint.save(path, state | message, comm, step=1, private=own)
         result = call("diff", tmp_path / "a", tmp_path / name)
         return result.exit_code, result.output.replace("\n", " ")
 
     times = [1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
-    code, told = diff_of_a_and("same", training_s=0.7, num_records=4, sums=times)
+    code, message = diff_of_a_and("same", training_s=0.7, num_records=4, sums=times)
     assert code == 0
-    assert "are bitwise identical, except for measured times and numbers of reco" in told
-    assert told.endswith("records: training_s, num_records, private/0/tally/sums ")
-    code, told = diff_of_a_and("later", step=2, num_records=4)
-    assert (code, "plain (1), records (1)" in told) == (1, True)
-    code, told = diff_of_a_and("loss", sums=[2.0, *times[1:]])
-    assert (code, "values (1)" in told) == (1, True)
-    code, told = diff_of_a_and("other", other={"num_records": 4})
-    assert (code, "plain (1)" in told) == (1, True)
+    assert "are bitwise identical, except for measured times and numbers of reco" in message
+    assert message.endswith("records: training_s, num_records, private/0/tally/sums ")
+    code, message = diff_of_a_and("later", step=2, num_records=4)
+    assert (code, "plain (1), records (1)" in message) == (1, True)
+    code, message = diff_of_a_and("loss", sums=[2.0, *times[1:]])
+    assert (code, "values (1)" in message) == (1, True)
+    code, message = diff_of_a_and("other", other={"num_records": 4})
+    assert (code, "plain (1)" in message) == (1, True)
 
 
 def test_one_of_several_ranks_does_the_work(run, tmp_path, monkeypatch):

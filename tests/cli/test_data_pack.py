@@ -30,9 +30,9 @@ def run(tmp_path, monkeypatch):
 def test_pack_reports_the_data_set(run):
     result = run("a.npz", "set")
     assert result.exit_code == 0
-    note, told, *_ = result.output.splitlines()
+    note, message, *_ = result.output.splitlines()
     assert note.endswith("to store float32: --field x=x:f4 --field y=y")
-    assert told.startswith("set: 20 samples in 1 shard, ")
+    assert message.startswith("set: 20 samples in 1 shard, ")
     assert [line.split(maxsplit=2) for line in result.output.splitlines()[2:]] == [
         ["x", "f8", "(3)"],
         ["y", "i8", "()"],

@@ -169,8 +169,10 @@ def test_a_script_for_a_site_with_slingshot_needs_no_option_of_this_mpi(tmp_path
 def test_a_script_that_shellcheck_cannot_read_is_an_error_and_an_unreachable_slurm_is_not(
     tmp_path, monkeypatch
 ):
-    said = "fetch_config: DNS SRV lookup failed; fatal: Could not establish a configuration source"
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    message = (
+        "fetch_config: DNS SRV lookup failed; fatal: Could not establish a configuration source"
+    )
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     script = tmp_path / "job.sbatch"

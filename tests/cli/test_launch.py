@@ -160,8 +160,8 @@ UNUSED |= {"-i", "--ssh-identity-file", "--log-without-timestamp"}
 @pytest.mark.requires("horovod")
 def test_every_option_of_horovodrun_that_horovod_uses_is_known():
     runner = Path(sys.executable).with_name("horovodrun")
-    told = subprocess.run([runner, "--help"], capture_output=True, text=True, check=True).stdout
-    wanted = set(re.findall(r"^ +(?:(-\w[\w-]*)[ ,].*)?(--[\w-]+)", told, re.MULTILINE))
+    message = subprocess.run([runner, "--help"], capture_output=True, text=True, check=True).stdout
+    wanted = set(re.findall(r"^ +(?:(-\w[\w-]*)[ ,].*)?(--[\w-]+)", message, re.MULTILINE))
     launch = main.Command("launch").loaded()
     known = {name for parameter in launch.params for name in parameter.opts} | {"--help", "-h"}
     unknown = {name for names in wanted for name in names if name} - known - {"--num-proc"}
@@ -268,12 +268,14 @@ def test_a_signal_ends_with_128_and_its_number_or_with_85_if_ranks_poll(
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         assert wait_until(lambda: len([*tmp_path.glob("here-*")]) == 2, 60)
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
     ended_by = f"hpctrain: the launch was ended by {number.name}\n"
     stopped = "hpctrain: the ranks have stopped with code 85"
-    assert process.returncode == (85 if polls else 128 + number), told
-    assert (told.count(ended_by), told.count(stopped)) == ((0, 1) if polls else (1, 0)), told
-    assert polls or told == ended_by
+    assert process.returncode == (85 if polls else 128 + number), message
+    assert (message.count(ended_by), message.count(stopped)) == ((0, 1) if polls else (1, 0)), (
+        message
+    )
+    assert polls or message == ended_by
 
 
 @pytest.mark.launches

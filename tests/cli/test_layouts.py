@@ -30,14 +30,14 @@ def ask(*words):
     return CliRunner().invoke(app, ["plan", *words])
 
 
-def told(*words):
+def message(*words):
     result = ask(*words)
     assert result.exit_code == 0, f"{result.output} {result.exception!r}"
     return result.output
 
 
 def test_the_tables_have_five_layouts_and_the_reasons_of_all_others():
-    output = told(*GIVEN)
+    output = message(*GIVEN)
     assert "7,500,000,000 parameters: layers 36, hidden 4096, heads 32" in output
     assert "assumed: layers, hidden, heads, sequence, vocabulary" in output
     assert "120 GB: 16 bytes per parameter (itself 2, gradient 2, optimizer 12)" in output
@@ -56,12 +56,12 @@ def test_the_tables_have_five_layouts_and_the_reasons_of_all_others():
 
 def test_seventy_billion_parameters_take_more_than_a_terabyte():
     words = ("--params", "70e9", "--nodes", "16", "--gpus-per-node", "8")
-    assert "state    1.12 TB: 16 bytes per parameter" in told(*words)
-    assert json.loads(told(*words, "--json"))["model"]["state_bytes"] == 1.12e12
+    assert "state    1.12 TB: 16 bytes per parameter" in message(*words)
+    assert json.loads(message(*words, "--json"))["model"]["state_bytes"] == 1.12e12
 
 
 def test_json_has_every_figure_and_the_counts_add_up():
-    found = json.loads(told(*GIVEN, "--json"))
+    found = json.loads(message(*GIVEN, "--json"))
     assert {"model", "machine", "batch", "best", "broken", "lost"} < set(found)
     assert len(found["best"]) == 5
     for one in found["best"]:
@@ -70,7 +70,7 @@ def test_json_has_every_figure_and_the_counts_add_up():
         assert sum(one["memory_bytes"].values()) == pytest.approx(one["rank_bytes"])
         assert one["load"]["node_bytes"] + one["load"]["network_bytes"] > 0
     assert sum(found["lost"].values()) == found["num_layouts"] - 5
-    fixed = json.loads(told(*GIVEN, "--json", "--fix", "tp=4", "--fix", "zero=1"))["best"]
+    fixed = json.loads(message(*GIVEN, "--json", "--fix", "tp=4", "--fix", "zero=1"))["best"]
     assert {(one["tp"], one["zero"]) for one in fixed} == {(4, 1)}
 
 
@@ -81,13 +81,13 @@ def test_a_machine_file_supplies_values_that_the_command_line_omits(tmp_path):
         "network = { latency_s = 5e-6, bytes_per_s = 1e9 }\n"
     )
     words = ("--params", "1e9", "--machine", str(file), "--json")
-    machine = json.loads(told(*words))["machine"]
+    machine = json.loads(message(*words))["machine"]
     assert (machine["nodes"], machine["memory_bytes"], machine["flops_per_s"]) == (4, 16e9, 20e12)
-    more = json.loads(told(*words, "--nodes", "2", "--memory", "24GB", "--flops", "30T"))[
+    more = json.loads(message(*words, "--nodes", "2", "--memory", "24GB", "--flops", "30T"))[
         "machine"
     ]
     assert more == machine | {"nodes": 2, "memory_bytes": 24e9, "flops_per_s": 30e12}
-    assert "assumed" not in told(*words[:-1], "--batch", "64").partition("machine ")[2]
+    assert "assumed" not in message(*words[:-1], "--batch", "64").partition("machine ")[2]
 
 
 def test_a_user_model_supplies_its_sizes_and_options_the_others(tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_user_model_supplies_its_sizes_and_options_the_others(tmp_path, monkey
     monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "mine_for_plan.py").write_text(MODEL)
     words = ("--nodes", "1", "--gpus-per-node", "2", "--sequence", "64", "--json")
-    found = json.loads(told("--model", "mine_for_plan:model", *words))["model"]
+    found = json.loads(message("--model", "mine_for_plan:model", *words))["model"]
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     assert [found[name] for name in names] == [6, 64, 4, 300, 64]
     bare = ask("--model", "mine_for_plan:bare", *words)

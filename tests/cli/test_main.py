@@ -160,8 +160,8 @@ def test_sentences_of_a_help_are_broken_only_where_a_line_is_full(command, monke
     monkeypatch.setenv("COLUMNS", "2000")
     monkeypatch.setenv("TERMINAL_WIDTH", "2000")
     text = CliRunner().invoke(main.app, [*command.split(), "--help"]).output
-    told = [line.strip() for line in text.partition("╭")[0].splitlines() if line.strip()]
+    message = [line.strip() for line in text.partition("╭")[0].splitlines() if line.strip()]
     is_command = ("hpctrain", "Usage", "srun")
-    sentences = [line for line in told if not line.startswith(is_command)]
+    sentences = [line for line in message if not line.startswith(is_command)]
     assert sentences
     assert all(line[-1] in ".:)" for line in sentences), sentences

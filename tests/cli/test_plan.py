@@ -69,9 +69,9 @@ def test_json_has_every_figure_of_the_table(ask):
 
 
 def test_a_user_codec_takes_part_and_the_faster_ones_are_reported(ask):
-    told = ask("--codec", "int8:1:2e-10", **GIVEN).output
-    assert "codecs and local steps on 16 nodes with a batch of 256" in told
-    assert "Gbit/s" in told
+    message = ask("--codec", "int8:1:2e-10", **GIVEN).output
+    assert "codecs and local steps on 16 nodes with a batch of 256" in message
+    assert "Gbit/s" in message
     found = json.loads(ask("--json", "--codec", "int8:1:2e-10", **GIVEN).output)
     assert found["best"]["codec"] == "int8:1:2e-10"
     codecs = {one["codec"] for one in found["payoffs"] if one["local_steps"] == 1}
@@ -95,9 +95,9 @@ def test_a_run_supplies_model_speed_batch_and_steps_to_a_loss(ask, run):
 def test_two_gradient_norms_give_a_noise_scale(ask):
     words = ("--json", "--gradient-norms", "32:4.1", "256:1.3")
     scale = (4.1 - 1.3) / (1 / 32 - 1 / 256) / ((256 * 1.3 - 32 * 4.1) / 224)
-    told = ask("--json", "--noise-scale", str(scale), **GIVEN).output
-    assert ask(*words, **GIVEN).output == told
-    assert math.isfinite(json.loads(told)["best"]["seconds"])
+    message = ask("--json", "--noise-scale", str(scale), **GIVEN).output
+    assert ask(*words, **GIVEN).output == message
+    assert math.isfinite(json.loads(message)["best"]["seconds"])
     assert "omit one" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
 
 

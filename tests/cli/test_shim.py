@@ -11,7 +11,7 @@ from tests.processes import ended
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["no-such.py"], "no-such.py"),
         (["."], "is a directory"),
@@ -20,10 +20,10 @@ from tests.processes import ended
         (["--modul", "x"], "No such option"),
     ],
 )
-def test_invalid_scripts_raise_one_error(words, said):
+def test_invalid_scripts_raise_one_error(words, message):
     done = CliRunner().invoke(app, ["shim", *words])
     error = done.exception
-    assert said in (str(error) if isinstance(error, HpctrainError) else done.stderr)
+    assert message in (str(error) if isinstance(error, HpctrainError) else done.stderr)
 
 
 def test_a_module_that_is_not_there_is_pythons_error():

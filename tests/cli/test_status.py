@@ -72,19 +72,19 @@ def test_every_state_has_a_separate_exit_code_that_the_help_lists(run):
     assert "is running" in found["running"][1]
     assert "without a last record after step 7" in found["killed"][1]
     assert "that job is dead" in found["killed"][1]
-    told = CliRunner().invoke(app, ["status", "--help"]).output
+    message = CliRunner().invoke(app, ["status", "--help"]).output
     for code in CODES.values():
-        assert f" {code} " in told
+        assert f" {code} " in message
 
 
 def test_the_queue_reports_since_when_and_until_when_a_job_waits(run):
     (run / JOBS).write_text("12\n")
     when = "2026-11-25T07:00:00 2026-11-25T10:00:00"
     slurm(run.parent, f"echo 12 12 PENDING {when} Priority")
-    code, told = status(run)
+    code, message = status(run)
     assert code == CODES["waiting"]
-    assert told.startswith(f"{run}: job 12 is PENDING, Priority, since 2026-11-25T07:00:00, ")
-    assert told.endswith("expected to start 2026-11-25T10:00:00")
+    assert message.startswith(f"{run}: job 12 is PENDING, Priority, since 2026-11-25T07:00:00, ")
+    assert message.endswith("expected to start 2026-11-25T10:00:00")
     write(run, {"event": "started", "job": "12"}, STEP)
     assert status(run)[1].startswith(f"{run}: job 12 is PENDING again, Priority")
     slurm(run.parent, f"echo 12 12 RUNNING {when} None")
@@ -109,10 +109,10 @@ def test_watch_prints_each_change_and_returns_the_final_code(run):
         "test $n -le 2 && echo 12 12 PENDING N/A N/A Priority\n"
         "test $n -gt 2 && echo 12 12 RUNNING N/A N/A None; true",
     )
-    code, told = status(run, "--watch", "--interval", "0.1")
+    code, message = status(run, "--watch", "--interval", "0.1")
     assert code == 0
     states = ("job 12 is PENDING, Priority", "job 12 is RUNNING", "is finished")
-    lines = told.splitlines()
+    lines = message.splitlines()
     assert len(lines) == len(states)
     for line, state in zip(lines, states, strict=True):
         assert state in line

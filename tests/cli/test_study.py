@@ -56,8 +56,8 @@ def run(*words):
 
 def test_init_writes_a_file_that_runs_and_keeps_an_existing_file():
     Path("x.py").touch()
-    said = run("init", "new.toml", "--mode", "weak", "--command", "python x.py {batch}").stdout
-    assert "hpctrain study run new.toml --dry-run" in said
+    message = run("init", "new.toml", "--mode", "weak", "--command", "python x.py {batch}").stdout
+    assert "hpctrain study run new.toml --dry-run" in message
     assert "20 of 20 are still" in run("run", "new.toml", "--dry-run").stdout
     Path("x.py").unlink()
     with pytest.raises(ConfigError, match=r"command.run of new.toml must .*x.py is not in"):
@@ -67,8 +67,8 @@ def test_init_writes_a_file_that_runs_and_keeps_an_existing_file():
 
 
 def test_the_study_that_init_writes_runs_in_an_empty_folder():
-    said = run("init", "strong.toml").stdout
-    assert "wrote examples/digits.toml, which strong.toml measures" in said
+    message = run("init", "strong.toml").stdout
+    assert "wrote examples/digits.toml, which strong.toml measures" in message
     assert "20 of 20 are still" in run("run", "strong.toml", "--dry-run").stdout
     assert sorted(path.name for path in Path("examples").iterdir()) == ["digits.py", "digits.toml"]
 
@@ -108,12 +108,12 @@ def test_commands_of_guide_and_help_run(monkeypatch):
 
 
 def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
-    said = run("run", "study.toml", "--dry-run", "--seconds-per-point", 600).stdout
+    message = run("run", "study.toml", "--dry-run", "--seconds-per-point", 600).stdout
     many = "oversubscribed: 2 cores on each of 1 hosts"
-    assert f"nodes=4 ranks_per_node=2 depth=2  x 3  {many}\n" in said
-    assert "nodes=1 ranks_per_node=2 depth=1  x 3\n" in said
-    assert "the first: hpctrain launch -n " in said
-    assert "12 of 12 are still to measure: 2 node-hours, 2 h in all\n" in said
+    assert f"nodes=4 ranks_per_node=2 depth=2  x 3  {many}\n" in message
+    assert "nodes=1 ranks_per_node=2 depth=1  x 3\n" in message
+    assert "the first: hpctrain launch -n " in message
+    assert "12 of 12 are still to measure: 2 node-hours, 2 h in all\n" in message
     assert not Path("studies").exists()
 
 
@@ -153,8 +153,10 @@ def test_on_slurm_each_repeat_is_a_job_of_an_array_and_a_report_waits_for_all(
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.delenv("MPI_TYPE", raising=False)
-    said = run("run", "study.toml", "--slurm", "--time", "90min", "-p", "low", "--option=--qos=q")
-    assert "job 1: repeats 0,1,2 in studies/s\njob 2: the report\n" in said.stdout
+    message = run(
+        "run", "study.toml", "--slurm", "--time", "90min", "-p", "low", "--option=--qos=q"
+    )
+    assert "job 1: repeats 0,1,2 in studies/s\njob 2: the report\n" in message.stdout
     job, report = (Path(f"studies/s/{name}.sbatch").read_text() for name in ("job", "report"))
     for line in ("array=0,1,2", "nodes=4", "ntasks-per-node=2", "time=01:30:00", "qos=q"):
         assert f"#SBATCH --{line}\n" in job

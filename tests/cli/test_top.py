@@ -80,9 +80,9 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
             time.sleep(0.05)
         assert (view.life, view.has_ended, view.slowest.rank) == ("alive", False, 1)
         assert view.begun["num_steps"] == 60
-        told = top(run, "--json", "--interval", 0.3).output.splitlines()  # until the end
+        message = top(run, "--json", "--interval", 0.3).output.splitlines()  # until the end
         assert job.wait() == 0
-    first, last = json.loads(told[0]), json.loads(told[-1])
+    first, last = json.loads(message[0]), json.loads(message[-1])
     assert not first["has_ended"]
     assert last["has_ended"]
     later = watch.look()
@@ -90,11 +90,11 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
     late, early = later.ranks[1], later.ranks[0]
     assert late.compute_s > max(0.05, early.compute_s)
     assert early.communication_s > late.communication_s
-    told = top(run).output
-    assert "is finished: test accuracy" in " ".join(told.split())
-    assert f"rank 1 on {late.host}, " in told
+    message = top(run).output
+    assert "is finished: test accuracy" in " ".join(message.split())
+    assert f"rank 1 on {late.host}, " in message
     assert late.slow >= 5 > early.slow
-    assert f"rank 1 on {late.host}, persistent" in told
+    assert f"rank 1 on {late.host}, persistent" in message
     (log,) = (run / "log").glob("*.log")
     assert log.read_text().count(f"rank 1 on {late.host} is slow in ") == 1
     assert json.loads((run / "ranks.json").read_text())["step"] == 60
@@ -104,10 +104,10 @@ def test_remaining_time_is_estimated_from_the_last_steps(run):
     view = RunWatch(run).look()
     assert view.left_s == pytest.approx(20 * 0.2)
     assert (view.slowest.rank, view.slowest.host) == (1, "b")
-    told = top(run, "--once").output
-    assert "20 of 40 (50%), epoch 1" in told
-    assert "2, the last after step 20" in told
-    assert "1 on b, 3.00 times" in told
+    message = top(run, "--once").output
+    assert "20 of 40 (50%), epoch 1" in message
+    assert "2, the last after step 20" in message
+    assert "1 on b, 3.00 times" in message
     assert "the slowest 1 of 2 ranks" in top(run, "--ranks", 1).output
 
 
@@ -122,9 +122,9 @@ def test_slow_ranks_are_found_by_how_often_they_were_slow(run):
     found = json.loads((run / "ranks.json").read_text())
     found |= {"checkpoint_s": [0.25, 0.5], "slow": [2, 7]}
     (run / "ranks.json").write_text(json.dumps(found))
-    told = top(run, "--once").output
-    assert "rank 1 on b, persistent; rank 0 on a, temporary" in told
-    assert re.search(r"1.* b .* 500\.00 .* 3\.00 .*persistent", told)
+    message = top(run, "--once").output
+    assert "rank 1 on b, persistent; rank 0 on a, temporary" in message
+    assert re.search(r"1.* b .* 500\.00 .* 3\.00 .*persistent", message)
 
 
 def test_only_new_records_are_read_and_removed_records_are_dropped(run):
@@ -157,8 +157,8 @@ def test_a_job_lives_as_long_as_its_heartbeat_changes(run, monkeypatch):
 def test_a_single_reading_uses_the_time_of_the_heartbeat(run):
     long_ago = time.time() - 100
     os.utime(hold(run), (long_ago, long_ago))
-    said = " ".join(top(run).output.split())
-    assert re.search(r"has written no heartbeat for 1 min 4\d s", said)
+    printed = " ".join(top(run).output.split())
+    assert re.search(r"has written no heartbeat for 1 min 4\d s", printed)
 
 
 def test_top_does_not_wait_for_dead_or_finished_jobs(run):
@@ -166,8 +166,8 @@ def test_top_does_not_wait_for_dead_or_finished_jobs(run):
         hold(run, pid=dead.pid)
     assert "but has ended" in " ".join(top(run).output.split())
     (run / NAME).unlink()
-    told = " ".join(top(run, "--interval", 100).output.split())
-    assert "ended without a last record after step 20" in told
+    message = " ".join(top(run, "--interval", 100).output.split())
+    assert "ended without a last record after step 20" in message
 
 
 def test_table_is_redrawn_on_a_terminal_until_interrupted(run, monkeypatch):
@@ -188,7 +188,7 @@ def test_table_is_redrawn_on_a_terminal_until_interrupted(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("metrics.jsonl", "\0\0\0\n", "records of a run must be JSON objects"),
         ("ranks.json", "{", "remove the file"),
@@ -196,9 +196,9 @@ def test_table_is_redrawn_on_a_terminal_until_interrupted(run, monkeypatch):
         ("ranks.json", "[]", "one length"),
     ],
 )
-def test_a_damaged_file_raises_with_a_remedy(run, name, text, told):
+def test_a_damaged_file_raises_with_a_remedy(run, name, text, message):
     (run / name).write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         RunWatch(run).look()
 
 
@@ -210,9 +210,9 @@ def test_a_folder_without_a_run_raises_with_a_remedy(tmp_path):
         RunWatch(tmp_path).look()
     hold(tmp_path)  # a job that is about to start
     assert RunWatch(tmp_path).look().life == "alive"
-    told = top(tmp_path).output
-    assert "running: " in told
-    assert "none is recorded yet" in told
+    message = top(tmp_path).output
+    assert "running: " in message
+    assert "none is recorded yet" in message
     assert json.loads(top(tmp_path, "--json", "--once").output)["status"]["state"] == "running"
     with pytest.raises(ConfigError, match="wait for its first step"):
         RunHistory.read(tmp_path)

@@ -115,13 +115,13 @@ def test_accidental_world_of_one_raises_with_the_command(text, expected, named, 
     for name, lines in (("nodefile", "n0\nn0\nn1\n"), ("one", "n0\n")):
         (tmp_path / name).write_text(lines)
         text = text.replace(f"{{{name}}}", str(tmp_path / name))
-    found, said = verdict(variables(text))
-    assert (found, named in said) == (expected, True), said
+    found, message = verdict(variables(text))
+    assert (found, named in message) == (expected, True), message
 
 
 @pytest.mark.parametrize("text", [SALLOC, SHELL_STEP, f"{BATCH} SLURM_NTASKS=8"])
 def test_a_notebook_or_a_prompt_in_an_allocation_is_warned(text):
-    found, said = verdict(variables(text), is_typed=True)
+    found, message = verdict(variables(text), is_typed=True)
     assert found == "warning"
-    assert said.startswith("this process trains alone, but this Slurm job is for 8 ranks")
-    assert "HPCTRAIN_ALONE=1 allows that without a warning" in said
+    assert message.startswith("this process trains alone, but this Slurm job is for 8 ranks")
+    assert "HPCTRAIN_ALONE=1 allows that without a warning" in message

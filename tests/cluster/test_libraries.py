@@ -123,9 +123,9 @@ def test_launcher_is_found_above_a_shell():
 
 
 def by_srun(interface, size=4):
-    said = {"SLURM_MPI_TYPE": interface} if interface else {}
+    message = {"SLURM_MPI_TYPE": interface} if interface else {}
     sizes = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(size)}
-    return launched(sizes | said)
+    return launched(sizes | message)
 
 
 @pytest.mark.parametrize(

@@ -282,20 +282,20 @@ def test_without_facts_nothing_is_refused():
 TELL = "from hpctrain.cluster.process import identity; print(identity().namespace)"
 
 
-def told_by(*command):
+def output_by(*command):
     done = subprocess.run([*command, sys.executable, "-c", TELL], capture_output=True, check=True)
     return done.stdout.decode().strip()
 
 
 def test_processes_of_one_machine_see_each_other():
     assert identity().pid == os.getpid()
-    assert told_by() == str(identity().namespace)
+    assert output_by() == str(identity().namespace)
 
 
 @pytest.mark.requires("cluster")
 def test_a_container_has_separate_ids():
     unshare = shutil.which("unshare")
-    assert told_by(unshare, "--pid", "--fork") != str(identity().namespace)
+    assert output_by(unshare, "--pid", "--fork") != str(identity().namespace)
 
 
 def test_timer_slack_is_reduced():

@@ -25,9 +25,9 @@ RERUN = "echo run ${SLURM_RESTART_COUNT:-0}; sleep $((SLURM_RESTART_COUNT ? 0 : 
 
 
 def wait_until(holds: Callable[[], bool], why: Callable[[], object]) -> None:
-    give_up = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + WAIT_S
     while not holds():
-        assert time.monotonic() < give_up, why()
+        assert time.monotonic() < deadline, why()
         time.sleep(0.05)
 
 

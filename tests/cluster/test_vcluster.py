@@ -155,7 +155,7 @@ def test_program_beyond_its_limit_is_ended_and_its_output_reported(cluster):
 def test_two_clusters_do_not_see_each_other(cluster):
     with VirtualCluster(nodes=2) as other:
 
-        def said() -> list[list[str]]:
+        def message() -> list[list[str]]:
             jobs = [
                 (c, c.start(["sh", "-c", f"{wait}hostname"], ranks_per_node=ranks))
                 for c, wait, ranks in ((cluster, "sleep 1;", (1, 2)), (other, "", (2, 1)))
@@ -163,9 +163,9 @@ def test_two_clusters_do_not_see_each_other(cluster):
             return [sorted(c.finish(job, timeout_s=30).stdout.split()) for c, job in jobs]
 
         try:
-            found = said()
+            found = message()
         except TimeoutError:  # prterun may hang, once in hundreds of launches
-            found = said()
+            found = message()
     assert found == [["n0", "n1", "n1"], ["n0", "n0", "n1"]]
 
 

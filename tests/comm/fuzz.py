@@ -190,11 +190,11 @@ class Checker:
 
     def _objects(self, case):
         root = int(case.luck * self.size)
-        said = [f"{case.number} of {rank}" * (1 + rank) for rank in range(self.size)]
-        mine = said[self.rank]
-        assert self.comm.broadcast_object(mine, root) == said[root]
-        assert self.comm.gather_object(mine, root) == (said if self.rank == root else None)
-        assert self.comm.allgather_object(mine) == said
+        output = [f"{case.number} of {rank}" * (1 + rank) for rank in range(self.size)]
+        mine = output[self.rank]
+        assert self.comm.broadcast_object(mine, root) == output[root]
+        assert self.comm.gather_object(mine, root) == (output if self.rank == root else None)
+        assert self.comm.allgather_object(mine) == output
         self.comm.agree(True)
         self.comm.barrier()
 

@@ -71,16 +71,16 @@ def test_farewell_waits_for_a_busy_rank_with_little_cpu_time(world: MPI.Intracom
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_farewell_gathers_texts_of_any_length_when_all_ranks_have_called(world) -> None:
-    presence, told = presence_of(world), []
+    presence, output = presence_of(world), []
 
     def compare(gather):
-        told.append(gather(b"x" * world.rank))
-        told.append(gather(b""))
+        output.append(gather(b"x" * world.rank))
+        output.append(gather(b""))
         return "alike"
 
     time.sleep(0.1 * world.rank)
     assert presence.wait_for_end(compare) == "alike"
-    assert told == [[b"x" * rank for rank in range(world.size)], [b""] * world.size]
+    assert output == [[b"x" * rank for rank in range(world.size)], [b""] * world.size]
     assert not presence.wait_for_end(compare)
 
 

@@ -50,10 +50,10 @@ def start(cluster: VirtualCluster, *options: str, **given: Any) -> subprocess.Po
     """Start the job on a rank of each node; return when its ranks are summing."""
     process = cluster.start([*JOB, *options], **given)
     assert process.stdout is not None
-    said = process.stdout.readline()
-    if said != "summing\n":
+    message = process.stdout.readline()
+    if message != "summing\n":
         done = cluster.finish(process)
-        pytest.fail(said + done.stdout + done.stderr)
+        pytest.fail(message + done.stdout + done.stderr)
     return process
 
 

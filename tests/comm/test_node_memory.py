@@ -97,10 +97,10 @@ def test_missing_proc_and_sockets_raise_with_both_reasons_on_all_ranks(world):
     with own_net():
         os.seteuid(NOBODY)
         before = descriptors_open()
-        told = refusals(world, MIB)
+        output = refusals(world, MIB)
         assert descriptors_open() == before
         os.seteuid(0)
-    assert all("/proc/" in text and "Connection refused" in text for text in told)
+    assert all("/proc/" in text and "Connection refused" in text for text in output)
 
 
 @pytest.mark.ranks(2, 3)
@@ -139,10 +139,10 @@ def test_exchange_without_senders_times_out(world, monkeypatch):
 def test_failed_reservation_raises_on_all_ranks_with_the_remedy(world):
     before = descriptors_open()
     with largest_file(MIB) if world.rank == world.size - 1 else nullcontext():
-        told = refusals(world, 2 * MIB)
-    assert len(set(told)) == 1
-    assert f"local rank {world.size - 1} cannot reserve 2.0 MiB of node memory: " in told[0]
-    assert "File too large; give the job more memory" in told[0]
+        output = refusals(world, 2 * MIB)
+    assert len(set(output)) == 1
+    assert f"local rank {world.size - 1} cannot reserve 2.0 MiB of node memory: " in output[0]
+    assert "File too large; give the job more memory" in output[0]
     assert descriptors_open() == before
     check_shared(world, allocate(world, 2 * MIB))
 
@@ -152,19 +152,19 @@ from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
 from tests.doctor.refuse import install
 
-said = []
+lines = []
 for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
     if rank == 1:
         install("fallocate", answer)
     try:
         bucket = current().comm.new_bucket(1 << 18, torch.float32)
     except NodeMemoryError as error:
-        said.append(str(error))
+        lines.append(str(error))
         continue
     bucket.flat.fill_(1)
     current().comm.allreduce_(bucket).wait()
-    said.append(str(bucket.flat.unique().tolist()))
-sys.stdout.write("|".join([str(rank), *said]) + "\\n")
+    lines.append(str(bucket.flat.unique().tolist()))
+sys.stdout.write("|".join([str(rank), *lines]) + "\\n")
 """
 
 
@@ -172,9 +172,9 @@ sys.stdout.write("|".join([str(rank), *said]) + "\\n")
 def test_failed_allocation_raises_on_every_rank_and_statistics_are_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_STATS", "1")
     outcome = run_ranks(tmp_path, REFUSED)
-    said = sorted(line.split("|") for line in outcome.out.splitlines())
-    assert [words[0] for words in said] == ["0", "1"], outcome.err
-    for _, full, refused, without in said:
+    message = sorted(line.split("|") for line in outcome.out.splitlines())
+    assert [words[0] for words in message] == ["0", "1"], outcome.err
+    for _, full, refused, without in message:
         for text, why in ((full, "No space left on device"), (refused, "Invalid argument")):
             assert "local rank 1 cannot reserve 1.0 MiB of node memory: [Errno" in text
             assert why in text
@@ -235,9 +235,9 @@ def test_memory_limit_is_checked_for_the_sum_over_ranks(world, group):
     assert left_bytes <= 160 * MIB
     most_bytes = (left_bytes // world.size - SPARE_BYTES) * ENTRY_FACTOR
     most_bytes //= ENTRY_FACTOR + world.size
-    told = refusals(world, most_bytes + MIB)
-    assert all("but the control group" in text for text in told)
-    assert all(str(group.folder) in text for text in told)
+    output = refusals(world, most_bytes + MIB)
+    assert all("but the control group" in text for text in output)
+    assert all(str(group.folder) in text for text in output)
     check_shared(world, allocate(world, most_bytes - MIB))
     assert group.num_killed() == 0
     world.Barrier()

@@ -37,8 +37,8 @@ def launch(script, *, before="", wrapper=(), after="", **environ):
     if before:
         start = ["unshare", "--mount", "sh", "-c", f'{before} && "$@"{after}', "sh", *start]
     done = ended(start, env=inherited | AS_ROOT | path | environ)
-    said = [line[1:-1].split("|") for line in done.stdout.splitlines() if line.startswith("<")]
-    return sorted(said), done
+    message = [line[1:-1].split("|") for line in done.stdout.splitlines() if line.startswith("<")]
+    return sorted(message), done
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_a_container_per_rank_with_a_small_dev_shm_shares_memory_by_socket(scrip
     wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--mount", "--ipc"]
     wrapper += ["sh", "-c", f'{SMALL_SHM} && exec "$@"', "sh"]
     # MPI's own shared memory needs a common /dev/shm.
-    said, done = launch(script, wrapper=wrapper, OMPI_MCA_btl="self,tcp")
-    assert said == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
+    message, done = launch(script, wrapper=wrapper, OMPI_MCA_btl="self,tcp")
+    assert message == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
 
 
 KILLED = """
@@ -82,8 +82,8 @@ def test_killed_job_leaves_no_files(tmp_path):
     folder.mkdir()
     # Use separate folders, in which no other process makes files.
     before, after = "mount -t tmpfs tmpfs /dev/shm", "; code=$?; ls -A /dev/shm; exit $code"
-    said, done = launch(script, before=before, after=after, TMPDIR=str(folder))
-    assert said == [["memfd", ""]], done
+    message, done = launch(script, before=before, after=after, TMPDIR=str(folder))
+    assert message == [["memfd", ""]], done
     assert done.returncode == RANK_LOST
     assert done.stdout.splitlines() == ["<memfd|>"]
     assert not list(folder.iterdir())

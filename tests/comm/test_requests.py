@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import hpctrain
 from hpctrain.comm import requests
-from hpctrain.comm.call_check import call_of, disagreement, meet
+from hpctrain.comm.call_check import call_of, check_call, disagreement
 from hpctrain.comm.direct_messages import Channel
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.plan import SizeTable
@@ -54,7 +54,7 @@ def send(comm, num_bytes):
 
 
 def come_to_a_meeting(comm, _):
-    meet(comm, CALL, impatient())
+    check_call(comm, CALL, impatient())
 
 
 def compare_calls(comm, _):
@@ -143,7 +143,7 @@ def test_an_unused_communicator_is_freed(world):
     comm = world.Dup()
     if world.rank == 0:
         with suppress(RankLostError):
-            meet(comm, CALL, impatient())
+            check_call(comm, CALL, impatient())
         requests.free(comm)
         assert comm != MPI.COMM_NULL  # otherwise the library would crash when the others call
         world.Barrier()
@@ -152,7 +152,7 @@ def test_an_unused_communicator_is_freed(world):
                 request.Test()
     else:
         world.Barrier()
-        meet(comm, CALL, Watch())
+        check_call(comm, CALL, Watch())
     requests.free(comm)
     assert comm == MPI.COMM_NULL
 

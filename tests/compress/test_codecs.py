@@ -244,16 +244,16 @@ def test_the_loss_decreases_with_any_codec_and_replicas_stay_equal(hvd, name):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("codec", "kind", "said"),
+    ("codec", "kind", "message"),
     [
         ("sign", torch.optim.Adam, "divide by the magnitude of gradients"),
         (TopK(0.1, error_feedback=False), torch.optim.SGD, "values that are never among"),
         ("dgc", torch.optim.AdamW, "because the codec applies momentum"),
     ],
 )
-def test_codecs_that_do_not_converge_warn(hvd, codec, kind, said):
+def test_codecs_that_do_not_converge_warn(hvd, codec, kind, message):
     model = torch.nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=message):
         hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), compression=codec)
 
 
@@ -306,7 +306,7 @@ def test_codecs_have_names_and_an_unknown_name_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Int8(0), "block must be at least 1, got 0"),
         (lambda: Int8(2.5), "block must be an integer"),
@@ -326,8 +326,8 @@ def test_codecs_have_names_and_an_unknown_name_is_reported():
         (lambda: codec_for(5), "got 5"),
     ],
 )
-def test_an_invalid_argument_of_a_codec_raises_in_its_constructor(make, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_invalid_argument_of_a_codec_raises_in_its_constructor(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 

@@ -70,7 +70,7 @@ if BACKEND != "gloo":
 @contextmanager
 def _as_process() -> Generator[Any]:
     """Act as the process of a test; yield a pipe for its messages to the parent."""
-    told, pipe = multiprocessing.Pipe(duplex=False)
+    output, pipe = multiprocessing.Pipe(duplex=False)
     skips = {skip.exit_code: skip.message for skip in harness.TEST_SKIPS.values()}
     try:
         yield pipe
@@ -78,7 +78,7 @@ def _as_process() -> Generator[Any]:
         if end.code in skips:
             raise unittest.SkipTest(skips[end.code]) from None
         if end.code:
-            text = told.recv() if told.poll() else f"it ended with exit code {end.code}"
+            text = output.recv() if output.poll() else f"it ended with exit code {end.code}"
             errors = re.findall(r"^\w\S*(?:Error|Exception)\b.*", text, re.MULTILINE)
             raise AssertionError("\n".join([*errors[-1:], text])) from None
     finally:

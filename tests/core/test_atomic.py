@@ -55,7 +55,7 @@ def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "output"),
     [
         (errno.ENOSPC, "No space left on device; free space there, or go elsewhere"),
         (errno.EDQUOT, "quota exceeded; delete files there, or request a larger quota"),
@@ -64,10 +64,10 @@ def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):
         (errno.EIO, "Input/output error; go elsewhere"),
     ],
 )
-def test_a_refusal_has_the_remedy_of_its_reason(number, told):
+def test_a_refusal_has_the_remedy_of_its_reason(number, output):
     error = OSError(number, "")
-    assert told in refusal(error, "go elsewhere")
+    assert output in refusal(error, "go elsewhere")
     wrapped = RuntimeError("file write failed: a long story")
     wrapped.__context__ = error
-    assert told in refusal(wrapped, "go elsewhere")
+    assert output in refusal(wrapped, "go elsewhere")
     assert refusal(RuntimeError("no luck\nmore"), "go elsewhere") == "no luck; go elsewhere"

@@ -15,14 +15,14 @@ def deep(depth, x):
     raise ValueError("\n".join(f"line {number}" for number in range(40)))
 
 
-def told(action, *words):
+def output(action, *words):
     with pytest.raises(Exception) as raised:  # noqa: PT011 - of any kind
         action(*words)
     return folded(raised.value, None)
 
 
 def test_the_innermost_frames_and_their_arrays_are_reported_in_twelve_lines():
-    lines = told(deep, 20, np.zeros((2, 3), "float32")).splitlines()
+    lines = output(deep, 20, np.zeros((2, 3), "float32")).splitlines()
     assert len(lines) == MAX_LINES
     assert "in deep: raise ValueError" in lines[2]
     assert lines[3] == "  where x float32 (2, 3)"
@@ -41,7 +41,7 @@ def test_a_frame_without_source_has_no_line_and_notes_fit_in_twelve_lines():
                 add_note(error, "\n".join(map(str, range(40))))
                 raise
 
-    lines = told(launched).splitlines()
+    lines = output(launched).splitlines()
     assert len(lines) == MAX_LINES
     assert not any(line.startswith("<string>") for line in lines)
     assert "ValueError: line 0" in lines
@@ -52,16 +52,16 @@ def test_error_report_names_function_and_arguments():
         with noted("mine.key", np.zeros(2, "int32"), {"y": [1]}):
             deep(0, 0)
 
-    assert "mine.key was given numpy int32 (2,) and y a list of an int" in told(called)
+    assert "mine.key was given numpy int32 (2,) and y a list of an int" in output(called)
 
 
 def test_an_error_of_ours_for_users_is_folded_and_a_fault_of_ours_is_not():
-    assert "ConfigError" in told(parse_seconds, "soon")
-    assert told(parse_seconds, {}) == ""
+    assert "ConfigError" in output(parse_seconds, "soon")
+    assert output(parse_seconds, {}) == ""
 
 
 def test_a_syntax_error_shows_the_line():
-    text = told(compile, "x = (1,\ny = 2\n", "mine.py", "exec")
+    text = output(compile, "x = (1,\ny = 2\n", "mine.py", "exec")
     assert 'File "mine.py", line 1' in text
 
 
@@ -71,4 +71,4 @@ def test_an_object_that_fails_inspection_is_omitted():
         def shape(self):
             raise ConfigError("no")
 
-    assert "where" not in told(deep, 0, Bad())
+    assert "where" not in output(deep, 0, Bad())

@@ -38,8 +38,8 @@ def test_goodput_is_that_of_simulated_runs_and_best_at_the_best_interval():
     best_s = best_interval(FAILING)
     for factor in (0.2, 0.5, 1, 2, 5):
         run = simulate_run(3000 * DAY_S, factor * best_s, FAILING)
-        told = goodput(factor * best_s, FAILING.checkpoint_s, FAILING.restart_s, MEAN_S)
-        assert run.goodput == pytest.approx(told, rel=0.01)
+        output = goodput(factor * best_s, FAILING.checkpoint_s, FAILING.restart_s, MEAN_S)
+        assert run.goodput == pytest.approx(output, rel=0.01)
         assert run.num_failures == pytest.approx(run.wall_s / MEAN_S, rel=0.1)
         assert run == simulate_run(3000 * DAY_S, factor * best_s, FAILING)
         assert run != simulate_run(3000 * DAY_S, factor * best_s, FAILING, seed=1)

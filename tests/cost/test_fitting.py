@@ -149,7 +149,7 @@ def test_points_and_machines_survive_their_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "must be a JSON file with points"),
         ("[]", "must be a JSON file with points"),
@@ -159,9 +159,9 @@ def test_points_and_machines_survive_their_files(tmp_path):
         (json.dumps({"points": [asdict(made()[0]) | {"nodes": 0}]}), "must be "),
     ],
 )
-def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
+def test_a_file_without_points_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "wrong.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_points(tmp_path / "wrong.json")
     with pytest.raises(ConfigError, match="must be a JSON file with points"):
         read_points(tmp_path / "none.json")

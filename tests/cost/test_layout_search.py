@@ -204,7 +204,7 @@ def test_search_for_a_thousand_ranks_takes_less_than_two_seconds():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "output"),
     [
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"fixed": {"tp": 0}}, "tp must be at least 1, got 0"),
@@ -215,8 +215,8 @@ def test_search_for_a_thousand_ranks_takes_less_than_two_seconds():
         ({"memory_part": 0}, "memory_part must be above 0, got 0"),
     ],
 )  # fmt: skip
-def test_rules_that_cannot_be_kept_are_refused(wrong, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_rules_that_cannot_be_kept_are_refused(wrong, output):
+    with pytest.raises(ConfigError, match=re.escape(output)):
         LayoutRules(**{"batch": 8} | wrong)
 
 
@@ -224,14 +224,14 @@ def test_model_that_fits_nowhere_raises_with_the_missing_memory():
     small = replace(CLUSTER, nodes=1)
     with pytest.raises(ConfigError) as caught:
         best_layouts(small, Transformer.of(70e9), RULES)
-    told = str(caught.value)
-    assert "a layout must need at most 72 GB per rank (90% of 80 GB)" in told
+    output = str(caught.value)
+    assert "a layout must need at most 72 GB per rank (90% of 80 GB)" in output
     least, missing = (
-        float(re.search(rf"([\d.]+) GB{word}", told)[1]) for word in (", ", " too much")
+        float(re.search(rf"([\d.]+) GB{word}", output)[1]) for word in (", ", " too much")
     )
     assert missing == pytest.approx(least - 72, abs=0.1)
     nodes, gigabytes = (
-        int(re.search(rule, told)[1]) for rule in (r"use (\d+) nodes", r"GPUs of (\d+) GB")
+        int(re.search(rule, output)[1]) for rule in (r"use (\d+) nodes", r"GPUs of (\d+) GB")
     )
     for enough in (replace(small, nodes=nodes), replace(small, memory_bytes=gigabytes * 1e9)):
         assert best_layouts(enough, Transformer.of(70e9), RULES).best

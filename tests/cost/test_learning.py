@@ -25,15 +25,15 @@ def test_two_batches_give_the_noise_scale_within_3_percent():
 
 
 @pytest.mark.parametrize(
-    ("small", "large", "said"),
+    ("small", "large", "message"),
     [
         ((32, 1.0), (32, 2.0), "two batch sizes"),
         ((32, 1.0), (256, 1.1), "decrease with the batch"),
         ((32, 8.0), (256, 0.9), "average over more"),
     ],
 )
-def test_norms_that_cannot_be_are_refused(small, large, said):
-    with pytest.raises(ConfigError, match=said):
+def test_norms_that_cannot_be_are_refused(small, large, message):
+    with pytest.raises(ConfigError, match=message):
         noise_scale(small, large)
 
 

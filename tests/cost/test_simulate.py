@@ -210,14 +210,14 @@ def test_costs_of_codecs_shared_cores_and_processors_equal_the_closed_form(name,
         handle_bytes_per_s=1.3e9,
     )
     spec = AllreduceSpec(name, rails, codec)
-    told = allreduce(machine, 1 << 20, spec).seconds(machine)
+    output = allreduce(machine, 1 << 20, spec).seconds(machine)
     found = allreduce_times(spec, 1 << 20, machine).max()
     if (
         name == "ring" and not rails
     ):  # one rank of each node sends to another node, the others are earlier
-        assert told / 2 < found < told
+        assert output / 2 < found < output
     else:
-        assert found == pytest.approx(told)
+        assert found == pytest.approx(output)
 
 
 def test_a_late_rank_holds_up_both_levels():

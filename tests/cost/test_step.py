@@ -103,11 +103,11 @@ def test_simulated_the_last_bucket_alone_is_exposed_until_the_network_is_the_lim
 @pytest.mark.parametrize("share", [1, 100])
 def test_a_simulated_step_takes_what_the_closed_form_says(codec, local_steps, share):
     spec, machine = AllreduceSpec("halving", 2, codec), replace(MACHINE, reduce_bytes_per_s=1e10)
-    told, found = (
+    output, found = (
         each(machine, BUCKETS, share, spec, local_steps=local_steps)
         for each in (step_time, simulate_steps)
     )
-    assert astuple(found) == pytest.approx(astuple(told), rel=1e-9)
+    assert astuple(found) == pytest.approx(astuple(output), rel=1e-9)
 
 
 def test_a_slow_node_sets_the_pace():
@@ -125,8 +125,8 @@ def test_jitter_costs_more_on_more_ranks_less_between_averagings_and_the_seed_de
         step = simulate_steps(
             machine, model, 100, AllreduceSpec("halving"), num_steps=64, seed=seed, **how
         )
-        told = step_time(machine, model, 100, AllreduceSpec("halving"), **how)
-        assert step.waiting_s == pytest.approx(told.waiting_s, rel=0.2)
+        output = step_time(machine, model, 100, AllreduceSpec("halving"), **how)
+        assert step.waiting_s == pytest.approx(output.waiting_s, rel=0.2)
         return step.waiting_s
 
     assert waiting_s(512) > waiting_s(64) > waiting_s(8)

@@ -137,7 +137,7 @@ def test_guesses_are_near_published_models():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "output"),
     [
         ({}, "use --params, or --layers and --hidden"),
         ({"layers": 3}, "got neither"),
@@ -149,6 +149,6 @@ def test_guesses_are_near_published_models():
         ({"layers": 2, "hidden": 64, "sequence": 0}, "sequence must be at least 1, got 0"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_each_other_are_refused(sizes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_sizes_that_do_not_fit_each_other_are_refused(sizes, output):
+    with pytest.raises(ConfigError, match=output):
         Transformer.of(**sizes)

@@ -222,10 +222,10 @@ def test_streams_without_batches_are_dealt_round_robin_and_unequal_ones_end_toge
 
 @pytest.mark.ranks(2, 3)
 def test_a_rank_with_other_floating_point_numbers_is_reported(world, caplog):
-    for seed, is_told in ((0, False), (world.rank, world.rank == 0)):
+    for seed, is_reported in ((0, False), (world.rank, world.rank == 0)):
         samples = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed))
         hpctrain.shard_data(TensorDataset(samples.T[::2]))
-        assert caplog.text.count("TensorDataset.tensors.0 with the checksums") == is_told
+        assert caplog.text.count("TensorDataset.tensors.0 with the checksums") == is_reported
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -381,12 +381,12 @@ class Streamed(IterableDataset):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_stream_that_divides_itself_is_reported(world, num_workers, caplog):
     rank, size = world.rank, world.size
-    for step, told in ((1, 0), (size, rank == 0)):
+    for step, output in ((1, 0), (size, rank == 0)):
         data = Streamed(float(rank), step)
         loader = hpctrain.shard_data(DataLoader(data, batch_size=size, num_workers=num_workers))
         for _ in range(2):
             list(loader)
-        assert caplog.text.count("the first batches differ") == told
+        assert caplog.text.count("the first batches differ") == output
 
 
 @pytest.mark.ranks(2, 3)

@@ -49,10 +49,10 @@ def test_damaged_block_is_reported_with_its_samples(directory, io):
     words = rf"{shard.file} is damaged: block 4 of field number .*; samples 68 to 74 of"
     for _ in range(2):
         assert numbers(dataset, np.arange(0, 68)) == list(range(68))
-        with pytest.raises(CorruptError, match=words) as told:
+        with pytest.raises(CorruptError, match=words) as output:
             dataset.take([3, 74])
-        assert (told.value.start, told.value.stop) == (68, 75)
-        assert pickle.loads(pickle.dumps(told.value)).stop == 75
+        assert (output.value.start, output.value.stop) == (68, 75)
+        assert pickle.loads(pickle.dumps(output.value)).stop == 75
     assert numbers(dataset, [75, 99]) == [75, 99]
 
 
@@ -63,9 +63,9 @@ def test_a_damaged_chunk_is_named_with_the_samples_of_a_block(tmp_path):
         middle = file["data/image"].id.get_chunk_info(0).byte_offset + 100
     flip(path, middle)
     dataset = ShardedDataset(tmp_path)
-    with pytest.raises(CorruptError, match="block 2 of field image cannot be read") as told:
+    with pytest.raises(CorruptError, match="block 2 of field image cannot be read") as output:
         dataset.take([54])
-    assert (told.value.start, told.value.stop) == (54, 61)
+    assert (output.value.start, output.value.stop) == (54, 61)
     assert numbers(dataset, [0, 99]) == [0, 99]
 
 
@@ -158,9 +158,9 @@ def test_a_shard_that_is_truncated_or_missing_is_named_when_the_set_is_opened(
         words = rf"cannot read shard .*{path.name}: No such file"
     else:
         os.truncate(path, num_bytes % shard.num_bytes)
-    with pytest.raises(CorruptError, match=words) as told:
+    with pytest.raises(CorruptError, match=words) as output:
         ShardedDataset(directory)
-    assert (told.value.start, told.value.stop) == (40, 80)
+    assert (output.value.start, output.value.stop) == (40, 80)
 
 
 @pytest.mark.parametrize("verify", ["first", "always", "off"])
@@ -172,9 +172,9 @@ def test_a_shard_truncated_later_is_named_when_it_is_read(directory, io, verify,
     path, shard = file_of(directory, 1)
     os.truncate(path, 5000)
     assert numbers(dataset, [0, 99]) == [0, 99]
-    with pytest.raises(CorruptError, match=rf"{path.name}.* {shard.num_bytes} bytes") as told:
+    with pytest.raises(CorruptError, match=rf"{path.name}.* {shard.num_bytes} bytes") as output:
         dataset.take([40])
-    assert (told.value.start, told.value.stop) == (40, 80)
+    assert (output.value.start, output.value.stop) == (40, 80)
 
 
 def test_a_shard_removed_while_open_is_still_read(directory, io):

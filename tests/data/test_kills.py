@@ -144,8 +144,8 @@ def test_a_data_set_is_on_disk_when_its_manifest_is_there(disk, comm, folder, ke
         if target.name == MANIFEST:
             disk.faults.extend(disk.lost(MANIFEST, LOCK, below=folder))
         if target.name.endswith(".journal"):
-            told = json.loads(target.with_name(target.name + PART).read_text())
-            for name in (record["file"] for record in told["shards"]):
+            output = json.loads(target.with_name(target.name + PART).read_text())
+            for name in (record["file"] for record in output["shards"]):
                 if disk.kept(folder / name) != (folder / name).read_bytes():
                     disk.faults.append(f"{target} names {name}")
 

@@ -67,15 +67,15 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
 ):
     monkeypatch.setattr(label_split, "_PIECE", 16)
     original, out = comm.broadcast_object(original), comm.broadcast_object(tmp_path / "c.npz")
-    told: list[int] = []
+    output: list[int] = []
     found = split_by_label(
         original,
         out,
         LabelShares(num_parts=5, alpha=0.3, seed=4),
         comm,
-        start=lambda _: told.append,
+        start=lambda _: output.append,
     )
-    assert sum(comm.allgather_object(sum(told))) == NUM_SAMPLES == sum(found.split.sizes)
+    assert sum(comm.allgather_object(sum(output))) == NUM_SAMPLES == sum(found.split.sizes)
     assert np.array_equal(found.split.parts, parts_by_label(LABELS, 5, 0.3, 4))
     assert found.labels.tolist() == [-2, -1, 0, 1, 2, 3]
     for (part, column), count in np.ndenumerate(found.counts):

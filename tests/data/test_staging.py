@@ -75,11 +75,11 @@ def shards_in(folder):
     return sorted(path.name for path in folder.rglob("*.h5*"))
 
 
-def said_by(comm, caplog):
+def messages_by(comm, caplog):
     """Return the messages of one rank."""
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (comm.rank == 0)
-    return comm.broadcast_object("".join(said))
+    message = [record.getMessage() for record in caplog.records]
+    assert len(message) == (comm.rank == 0)
+    return comm.broadcast_object("".join(message))
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -113,7 +113,7 @@ def test_shards_that_do_not_fit_are_not_copied(comm, folder, write, monkeypatch,
         staged = stage(source, comm)
     assert shards_in(folder / "node") == [source.manifest.shards[0].file]
     every(staged, source)
-    assert "1 of 3 shards of data set" in said_by(comm, caplog)
+    assert "1 of 3 shards of data set" in messages_by(comm, caplog)
     del room[1:]
     assert stage(source, comm) is source
 
@@ -128,9 +128,9 @@ def test_a_full_disk_takes_what_it_can(comm, folder, write, caplog):
     comm.barrier()  # the last one to leave removes the folder
     assert shards_in(folder / "node") == []
     every(staged, source)
-    said = said_by(comm, caplog)
-    assert "0 of 3 shards" in said
-    assert "File too large" in said
+    message = messages_by(comm, caplog)
+    assert "0 of 3 shards" in message
+    assert "File too large" in message
 
 
 def test_a_rank_with_a_full_disk_leaves_no_part_of_a_shard(comm, folder, write):
@@ -212,7 +212,7 @@ def test_a_long_copy_reports_its_progress(comm, folder, write, caplog, monkeypat
     monkeypatch.setattr(staging, "FIRST_S", 0.0)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         stage(source, comm, folder / "node")
-    assert "this rank has copied" in said_by(comm, caplog)
+    assert "this rank has copied" in messages_by(comm, caplog)
 
 
 def test_a_copy_that_cannot_be_read_is_replaced_by_the_data_set(comm, folder, write):

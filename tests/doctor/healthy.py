@@ -101,11 +101,11 @@ BATCH = {
 """The script of such a job."""
 
 
-def smi(**told):
+def smi(**output):
     """Return the facts of a machine with four GPUs, as nvidia-smi reports them."""
     uuids = tuple(f"GPU-{number}" for number in "abcd")
     usual = {"driver": "570.86.15", "cuda": "12.8", "topology": NVLINK, "uuids": uuids}
-    return {"gpus": GpuFacts(num_devices=4, **usual | told)}
+    return {"gpus": GpuFacts(num_devices=4, **usual | output)}
 
 
 def with_(environ=None, **changes):

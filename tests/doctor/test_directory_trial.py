@@ -54,8 +54,8 @@ def test_good_directory_is_unchanged_and_missing_one_is_reported(tmp_path):
 
 def test_the_trial_of_a_directory_syncs_as_a_checkpoint_does(disk, capsys):
     take_steps(disk.root, "trial")
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert told[1:] == [[step, said] for step in STEPS for said in (None, "")]
+    output = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert output[1:] == [[step, message] for step in STEPS for message in (None, "")]
     assert not list(disk.root.iterdir())
 
 
@@ -93,12 +93,12 @@ def test_a_lock_that_hangs_is_an_error_that_does_not_hang(tmp_path):
     ],
 )
 def test_hanging_step_is_reported(lines, hung, running):
-    said = ['["place", "lustre", 5]']
+    message = ['["place", "lustre", 5]']
     for name in lines:
-        said += [f'["{name}", null]', f'["{name}", ""]']
+        message += [f'["{name}", null]', f'["{name}", ""]']
     if running and lines:
-        said.pop()
-    facts = facts_of(Path("/scratch"), [*said, '["beg'], hung=hung)
+        message.pop()
+    facts = facts_of(Path("/scratch"), [*message, '["beg'], hung=hung)
     assert (facts.hung, facts.file_system) == (running, "lustre")
 
 

@@ -91,7 +91,7 @@ def smi_in(folder, body):
 
 def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
     (tmp_path / "topology").write_text(NVLINK.replace("\tGPU0\tGPU1", "\t\x1b[4mGPU0\tGPU1", 1))
-    told = gpus_of(
+    output = gpus_of(
         smi_in(
             tmp_path,
             f'case "$1" in\n topo) cat {tmp_path}/topology ;;\n --q*) echo GPU-a; echo GPU-b ;;\n'
@@ -99,12 +99,12 @@ def test_the_output_of_nvidia_smi_is_parsed(tmp_path):
             "esac",
         )
     )
-    assert (told.driver, told.cuda, told.error) == ("570.86.15", "12.8", "")
-    assert told.uuids == ("GPU-a", "GPU-b")
-    assert told.topology == NVLINK
+    assert (output.driver, output.cuda, output.error) == ("570.86.15", "12.8", "")
+    assert output.uuids == ("GPU-a", "GPU-b")
+    assert output.topology == NVLINK
 
 
 def test_message_of_a_failing_driver_is_reported(tmp_path):
-    told = gpus_of(smi_in(tmp_path, "echo Failed to initialize NVML: version mismatch; exit 18"))
-    assert (told.driver, told.error) == ("", "Failed to initialize NVML: version mismatch")
+    output = gpus_of(smi_in(tmp_path, "echo Failed to initialize NVML: version mismatch; exit 18"))
+    assert (output.driver, output.error) == ("", "Failed to initialize NVML: version mismatch")
     assert gpus_of({"PATH": str(tmp_path / "nothing")}).error == ""

@@ -43,7 +43,7 @@ def faults(findings, num_ranks):
     return [f for f in findings if f.is_wrong and f.check not in tolerated]
 
 
-def told(findings, check):
+def output(findings, check):
     return [f"{f.level}: {f.what}" for f in findings if f.check == check]
 
 
@@ -66,19 +66,19 @@ def test_pairs_of_nodes_are_measured_inside_a_joined_world(world, monkeypatch):
     finally:
         hpctrain.shutdown()
     pairs = world.size * (world.size - 1) // 2
-    assert f"by {pairs} pair" in " ".join(told(findings, "links"))
-    assert "nodes differ by" in " ".join(told(findings, "clocks"))
+    assert f"by {pairs} pair" in " ".join(output(findings, "links"))
+    assert "nodes differ by" in " ".join(output(findings, "clocks"))
     assert faults(findings, world.size) == []
     monkeypatch.setattr(traffic, "FEWEST_ROUNDS", 1)
     findings = probe(seconds=0.0)  # time for one round only
-    assert f"by {world.size // 2} pair" in " ".join(told(findings, "links"))
+    assert f"by {world.size // 2} pair" in " ".join(output(findings, "links"))
 
 
 @TOGETHER
 def test_setting_of_one_rank_is_reported_with_the_rank(world, monkeypatch):
     if world.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "soon")
-    invalid, different = told(probe(seconds=0.0), "settings")
+    invalid, different = output(probe(seconds=0.0), "settings")
     assert invalid.startswith("error: HPCTRAIN_TIMEOUT must be ")
     assert "HPCTRAIN_TIMEOUT must be identical on all ranks, but differs" in different
     assert "soon (rank 1)" in different
@@ -88,17 +88,17 @@ def test_setting_of_one_rank_is_reported_with_the_rank(world, monkeypatch):
 def test_an_unreadable_plan_is_an_error_and_other_checks_continue(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_PLAN", "/no/such/plan.json")
     findings = probe(seconds=0.0)
-    first, *rest = told(findings, "plan")
+    first, *rest = output(findings, "plan")
     assert first.startswith("error: ")
     assert "/no/such/plan.json" in first
     assert rest
-    assert told(findings, "clocks")
+    assert output(findings, "clocks")
 
 
 @TOGETHER
 def test_disabled_node_memory_is_not_a_fault(monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
-    assert told(probe(seconds=0.0), "node memory") == [
+    assert output(probe(seconds=0.0), "node memory") == [
         "note: HPCTRAIN_SHARED_MEMORY=off: gradients of a node are sent by MPI",
         "note: HPCTRAIN_SHARED_MEMORY=off: node memory is none",
     ]

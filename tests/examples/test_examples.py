@@ -52,19 +52,19 @@ def is_on_two_nodes(record: dict[str, Any]) -> bool:
 def test_two_ranks_learn_who_clicks_from_rows_that_they_share(tmp_path):
     sizes = ("num_train=30000", "num_validation=2000", "num_test=4000")
     settings = (*(f"data.args.{size}" for size in sizes), "train.epochs=1")
-    record, told = trained(tmp_path, "clicks/clicks", *settings, num_ranks=2)
+    record, message = trained(tmp_path, "clicks/clicks", *settings, num_ranks=2)
     assert record["metric"] > 0.6
-    assert last_line(told) == f"test auc {record['metric']:.4f}"
+    assert last_line(message) == f"test auc {record['metric']:.4f}"
 
 
 @pytest.mark.launches
 @pytest.mark.conformance
 @pytest.mark.limit(420)
 def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
-    record, told = trained(tmp_path, "digits", "train.epochs=8", num_ranks=4, nodes=2)
+    record, message = trained(tmp_path, "digits", "train.epochs=8", num_ranks=4, nodes=2)
     assert record["metric"] >= 0.94
     assert is_on_two_nodes(record)
-    assert last_line(told) == f"test accuracy {record['metric']:.4f}"
+    assert last_line(message) == f"test accuracy {record['metric']:.4f}"
     tests = [each for each in read(tmp_path / "out/metrics.jsonl") if each["event"] == "test"]
     assert {each["num_samples"] for each in tests} == {144}  # the validation digits
     assert record["num_samples"] == 360
@@ -113,8 +113,8 @@ def test_four_lines_learn_the_digits(tmp_path, how, least):
 @pytest.mark.conformance
 def test_ranks_that_agree_every_eight_steps_learn_the_digits(tmp_path):
     settings = ("train.epochs=8", "log.plots=false")
-    record, told = trained(tmp_path, "local_sgd", *settings, num_ranks=2, nodes=2)
-    assert "local_sgd, steps 8, compressed by bf16" in told
+    record, message = trained(tmp_path, "local_sgd", *settings, num_ranks=2, nodes=2)
+    assert "local_sgd, steps 8, compressed by bf16" in message
     assert record["metric"] >= 0.94
     assert record["rounds"] == -(-record["step"] // 8)
     gradients = 4 * record["parameters"] * record["step"]
@@ -149,9 +149,9 @@ def test_a_study_of_codecs_has_all_of_them_each_with_keys_that_train_takes(task,
             "sys.argv", ["", task, name, "--out", "runs/x", "--explain", "sync.compression"]
         )
         compressed.main()
-        told = CliRunner().invoke(app, lines[-1][1:])
-        assert told.exit_code == 0, told.output
-        assert re.search(rf'value +"{name}"', told.output)
+        message = CliRunner().invoke(app, lines[-1][1:])
+        assert message.exit_code == 0, message.output
+        assert re.search(rf'value +"{name}"', message.output)
 
 
 @pytest.mark.launches
@@ -237,11 +237,11 @@ def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypat
 def test_two_ranks_learn_text_that_they_have_not_seen(tmp_path):
     """Use fewer windows than the example: 80 steps of 16."""
     few = ("data.args.num_windows=1280", "data.args.num_test=64", "train.global_batch=16")
-    record, told = trained(tmp_path, "text", *few, "log.plots=false", num_ranks=2)
+    record, message = trained(tmp_path, "text", *few, "log.plots=false", num_ranks=2)
     assert record["num_samples"] == 64
     assert record["metric"] <= 4.5  # 8 without any knowledge, 4.54 from the frequency of bytes
     assert record["metric"] == pytest.approx(record["loss"])
-    assert last_line(told) == f"test bits_per_byte {record['metric']:.4f}"
+    assert last_line(message) == f"test bits_per_byte {record['metric']:.4f}"
     train, test = (ShardedDataset(tmp_path / "data" / split) for split in ("train", "test"))
     assert (len(train), len(test)) == (1280, 64)
 
@@ -251,9 +251,9 @@ def test_two_ranks_learn_text_that_they_have_not_seen(tmp_path):
 @pytest.mark.requires("transformers")
 def test_a_network_of_transformers_learns_text_by_the_four_lines_and_by_a_configuration(tmp_path):
     few = ("data.args.num_windows=640", "data.args.num_test=64", "train.ema=0.9")
-    record, told = trained(tmp_path, "gpt2", *few, "log.plots=false", num_ranks=2)
+    record, message = trained(tmp_path, "gpt2", *few, "log.plots=false", num_ranks=2)
     assert record["metric"] <= 6.0  # 8 without any knowledge
-    assert last_line(told) == f"test bits_per_byte {record['metric']:.4f}"
+    assert last_line(message) == f"test bits_per_byte {record['metric']:.4f}"
     options = ("--windows", "640", "--folder", tmp_path / "others")
     done = start(ROOT / "examples/gpt2.py", *options, num_ranks=2)
     assert done.returncode == 0, done.stderr
@@ -284,10 +284,10 @@ def test_two_ranks_make_volumes_and_tell_their_parameters(tmp_path):
     sizes = ("num_train=193", "num_validation=33", "num_test=65")
     few = (*(f"data.args.{size}" for size in sizes), "train.global_batch=24")
     rest = ("train.epochs=4", "test.every_epochs=4", "log.plots=false")
-    record, told = trained(tmp_path, "volumes", *few, *rest, num_ranks=2)
+    record, message = trained(tmp_path, "volumes", *few, *rest, num_ranks=2)
     assert record["num_samples"] == 65
     assert record["metric"] <= 0.43  # predicting the mean gives 0.5
-    assert last_line(told) == f"test absolute_error {record['metric']:.4f}"
+    assert last_line(message) == f"test absolute_error {record['metric']:.4f}"
 
     # Both ranks wrote, and together they wrote the set that one rank would write.
     train, volumes = ShardedDataset(tmp_path / "data/train"), example("volumes")

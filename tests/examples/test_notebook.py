@@ -22,11 +22,11 @@ def test_two_ranks_learn_the_digits_from_a_kernel(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": tmp_path}})
     client.execute()
-    told = "".join(
+    message = "".join(
         output.text
         for cell in notebook.cells
         for output in cell.get("outputs", ())
         if output.output_type == "stream" and output.name == "stdout"
     )
-    assert "on 2 ranks" in told
-    assert float(told.rpartition(" of the digits are right")[0].split()[-1]) > 0.8
+    assert "on 2 ranks" in message
+    assert float(message.rpartition(" of the digits are right")[0].split()[-1]) > 0.8

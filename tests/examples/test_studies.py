@@ -19,9 +19,9 @@ def study(name):
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_runs_and_says_what_is_published_fitted_or_predicted(name, capsys):
     study(name).main()
-    told = capsys.readouterr().out
-    assert "predicted" in told
-    assert len(told.splitlines()) >= 4
+    output = capsys.readouterr().out
+    assert "predicted" in output
+    assert len(output.splitlines()) >= 4
     assert "torch" not in study(name).__dict__
     assert f"`{name}.py`" in (ROOT / "examples/studies/README.md").read_text()
 

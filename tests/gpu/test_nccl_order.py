@@ -111,8 +111,8 @@ class NcclScalesOnTheHostsStream(ByNccl):
         bucket.reduce = partial(bucket.reduce.func, scale=None)
         reduce = bucket.reduce
 
-        def scaled_behind(meet):
-            reduce(meet)
+        def scaled_behind(check_call):
+            reduce(check_call)
             bucket.flat.mul_(0.5)
 
         bucket.reduce = scaled_behind

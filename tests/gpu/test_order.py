@@ -266,7 +266,7 @@ class Peers:
         device = PeerDevice(self.checker)
         return PeerBucket(device, comm, NUMEL + 1, torch.float32)
 
-    def meet(self, comm):
+    def check_call(self, comm):
         comm.barrier()
 
     def arrive(self, bucket):
@@ -288,7 +288,7 @@ class Peers:
                     bucket.flat.copy_(weight * 0.5 + rank)
                     bucket.depart()
                 for bucket in buckets:
-                    bucket.reduce(lambda: self.meet(comm), 0.5)
+                    bucket.reduce(lambda: self.check_call(comm), 0.5)
                 for bucket, weight in zip(buckets, weights, strict=True):
                     self.arrive(bucket)
                     weight.add_(bucket.flat, alpha=-0.1)
@@ -337,7 +337,7 @@ class WaitsForPeersAlone(Peers):
 
 
 class DoesNotMeetBefore(Peers):
-    def meet(self, comm):
+    def check_call(self, comm):
         pass
 
 

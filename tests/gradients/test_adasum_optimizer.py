@@ -94,14 +94,14 @@ def test_scaler_of_one_rank_does_not_skip_the_common_step(hvd, kind, looks):
 
 @MANY
 @pytest.mark.parametrize(
-    ("action", "told"),
+    ("action", "output"),
     [
         ("leaves a step out", "must take the same steps.*rank 1: step 2"),
         ("edits a weight", r"differ before step 1.*2\.bias.*rank 1"),
         ("steps once more", "must not use gradients.*rank 1: step 2"),
     ],
 )
-def test_divergence_of_one_rank_raises_on_all_ranks_at_the_next_step(hvd, action, told):
+def test_divergence_of_one_rank_raises_on_all_ranks_at_the_next_step(hvd, action, output):
     model, optimizer = wrapped(hvd, op=hvd.Adasum)
 
     def train():
@@ -116,7 +116,7 @@ def test_divergence_of_one_rank_raises_on_all_ranks_at_the_next_step(hvd, action
             if does == "steps once more":
                 optimizer.step()
 
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=output):
         train()
 
 

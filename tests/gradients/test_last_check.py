@@ -61,15 +61,15 @@ def at_the_end(function):
 
 def end(world):
     """Shut the world down; return the message raised on every rank, or ''. Collective."""
-    said = ""
+    message = ""
     try:
         hpctrain.shutdown()
     except ReplicaError as error:
-        said = str(error)
+        message = str(error)
     assert not hpctrain.is_initialized()
-    every = world.allgather(said)
+    every = world.allgather(message)
     assert len(set(every)) == 1
-    return said
+    return message
 
 
 def edits_a_weight_between_backward_and_step(training):
@@ -111,12 +111,12 @@ CHANGES = [
 def test_weight_changed_by_one_rank_in_the_last_step_is_reported_at_shutdown(world, change, op):
     with two_steps(op) as training:
         (change if world.rank == 1 else Training.step)(training)
-    said = end(world)
+    message = end(world)
     others = "rank 0" if world.size == 2 else "ranks 0,2"
-    assert said.startswith("all ranks must be equal after the last step, but differ: ")
-    assert "2.bias" in said or change is takes_another_rate
-    assert f"{others}: " in said
-    assert "; rank 1: " in said
+    assert message.startswith("all ranks must be equal after the last step, but differ: ")
+    assert "2.bias" in message or change is takes_another_rate
+    assert f"{others}: " in message
+    assert "; rank 1: " in message
 
 
 def leaves_out_the_step(training):
@@ -125,14 +125,14 @@ def leaves_out_the_step(training):
 
 @MANY
 @pytest.mark.parametrize(
-    ("change", "op", "told"),
+    ("change", "op", "output"),
     [
         (leaves_out_the_step, "Average", "the number of steps"),
         (leaves_out_the_step, "Sum", "the number of steps"),
         (edits_a_weight_behind_it, "Average", "2.bias"),
     ],
 )
-def test_divergence_is_reported_after_optimizer_and_model_are_deleted(world, change, op, told):
+def test_divergence_is_reported_after_optimizer_and_model_are_deleted(world, change, op, output):
     def train():
         training = Training(op=getattr(hpctrain, op))
         training.step(2)
@@ -141,7 +141,7 @@ def test_divergence_is_reported_after_optimizer_and_model_are_deleted(world, cha
     with world_of_its_own():
         train()
         gc.collect()
-    assert told in end(world)
+    assert output in end(world)
 
 
 @MANY
@@ -165,9 +165,9 @@ def test_ranks_of_a_process_set_and_nodes_compare_as_well(world, shared):
         training.step(2)
         if world.rank == 1:
             training.model[2].bias.data[0] += 1e-9
-    said = end(world)
-    assert "2.bias" in said
-    assert "rank 1: " in said
+    message = end(world)
+    assert "2.bias" in message
+    assert "rank 1: " in message
 
 
 def all_change_alike(training):
@@ -293,8 +293,8 @@ def test_comparison_at_shutdown_can_warn_only_or_be_disabled(world, setting, mon
     with two_steps() as training:
         training.model[2].bias.data[0] += world.rank
     assert not end(world)
-    told = [r for r in caplog.records if "equal after the last step" in r.getMessage()]
-    assert len(told) == (setting == "warn" and world.rank == 0)
+    output = [r for r in caplog.records if "equal after the last step" in r.getMessage()]
+    assert len(output) == (setting == "warn" and world.rank == 0)
 
 
 @MANY
@@ -355,10 +355,10 @@ ENDS = {
 @pytest.mark.limit(150)
 @pytest.mark.parametrize("what", ENDS)
 def test_exit_code_of_a_script_reflects_the_comparison(tmp_path, what):
-    does, then, op, code, said = ENDS[what]
+    does, then, op, code, message = ENDS[what]
     outcome = run_ranks(tmp_path, BODY.format(does=does, then=then, op=op))
     assert outcome.code == code, outcome.err
-    assert said in outcome.err
+    assert message in outcome.err
     assert not outcome.left_over
     assert outcome.seconds < 10
     if what in ("nothing", "a weight"):

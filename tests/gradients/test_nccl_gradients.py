@@ -82,13 +82,13 @@ def test_unusable_nccl_raises_reason_and_remedy_on_all_ranks(hvd):
         ("setattr", (StandIn, "without_nccl", "it is of wood"), f"{whom}it is of wood"),
         ("setenv", ("NCCL_STAND_IN", "init"), f"{whom}ncclCommInitRankConfig has failed: system"),
     ]
-    for how, what, said in faults + of_last:
+    for how, what, message in faults + of_last:
         with pytest.MonkeyPatch.context() as patch:
-            if last or (how, what, said) not in of_last:
+            if last or (how, what, message) not in of_last:
                 getattr(patch, how)(*what)
             with pytest.raises(CommError) as raised:
                 wrapped(hvd)
-        assert said in str(raised.value)
+        assert message in str(raised.value)
         assert str(raised.value).endswith("; otherwise set HPCTRAIN_DEVICE_SUMS=auto")
     with pytest.raises(CommError, match="compressed by HalfCodec; otherwise set"):
         wrapped(hvd, compression="fp16")
@@ -104,7 +104,7 @@ def test_ranks_with_different_device_sums_raise(hvd):
 
 
 @pytest.mark.parametrize(
-    ("version", "may_share", "said"),
+    ("version", "may_share", "message"),
     [
         ((22809, 22809), (True, True), "ranks 0-1 share one"),
         ((23007, 23007), (True, False), "ranks 0-1 share one"),
@@ -112,10 +112,10 @@ def test_ranks_with_different_device_sums_raise(hvd):
         ((23007, 22809), (True, True), "the same version on all ranks, got rank 0: 23007; rank 1"),
     ],
 )
-def test_gpu_is_shared_if_nccl_supports_and_permits_it(version, may_share, said):
+def test_gpu_is_shared_if_nccl_supports_and_permits_it(version, may_share, message):
     offers = [Offer("", *each, "", "") for each in zip(version, "aa", may_share, strict=True)]
-    assert said in why_not(offers)
-    assert bool(said) == bool(why_not(offers))
+    assert message in why_not(offers)
+    assert bool(message) == bool(why_not(offers))
 
 
 class Queued(Passed):
@@ -222,16 +222,16 @@ for step in range(20):
 
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    ("failure", "said"),
+    ("failure", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1"),
         ("os.environ['NCCL_STAND_IN'] = 'sum'", "remote process exited"),
     ],
 )
-def test_failure_of_a_rank_in_an_nccl_sum_ends_the_job(tmp_path, failure, said):
+def test_failure_of_a_rank_in_an_nccl_sum_ends_the_job(tmp_path, failure, message):
     library = str(compiled(tmp_path))
     ended = run_ranks(tmp_path, BODY.format(library=library, failure=failure), num_ranks=3)
     assert ended.code != 0
     assert ended.seconds < 30
     assert not ended.left_over
-    assert said in ended.err + "".join(ended.logs.values())
+    assert message in ended.err + "".join(ended.logs.values())

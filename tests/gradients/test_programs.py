@@ -167,14 +167,14 @@ def check(world, program):
     last = mine.models[-1] if mine.models else {}
     last = without_gradients(last)
     kinds, words, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
-    said = "\n".join(
+    message = "\n".join(
         f"rank {r}: {rest}" for r, rest in enumerate(zip(kinds, words, marks, strict=True))
     )
     if len(set(marks)) > 1:
-        return "ranks differ", said
+        return "ranks differ", message
     hpctrain.shutdown()
     if any(kinds):
-        return next(filter(None, kinds)), said
+        return next(filter(None, kinds)), message
     if mine.error is None and not left_apart(program):
         for rank, model in enumerate(models):
             apart, where = distance(models[0], model)
@@ -200,8 +200,8 @@ def test_a_script_trains_as_replicas_of_plain_torch_do(world, seed):
     if hpctrain.is_initialized():
         pytest.fail("on a script before the ranks parted, and left their world behind")
     program = draw_program(seed, world.size)
-    kind, said = check(world, program)
-    assert not kind, f"{said}\n{program.script(kind)}"
+    kind, message = check(world, program)
+    assert not kind, f"{message}\n{program.script(kind)}"
 
 
 @pytest.mark.ranks(2, 3)
@@ -212,8 +212,8 @@ def test_a_script_with_parameters_once_a_node_trains_as_replicas_do(world, seed)
     program = draw_program(seed, world.size, sharded=True)
     if PER_NODE:
         program = replace(program, per_node=PER_NODE, overlap="thread")
-    kind, said = check(world, program)
-    assert not kind, f"{said}\n{program.script(kind)}"
+    kind, message = check(world, program)
+    assert not kind, f"{message}\n{program.script(kind)}"
 
 
 def replicas(*lines, size=2):

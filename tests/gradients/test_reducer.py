@@ -136,8 +136,8 @@ def test_models_that_differ_between_ranks_are_an_error_on_every_rank(hvd, words,
     if words == "strides" and first:
         model.to(memory_format=torch.channels_last)
     options = {"groups": 1 if first else 2} if words == "group" else {}
-    told = r"\(3, 4, 3, 3\)" if words == "shape" else words
-    with pytest.raises(MismatchError, match=f"parameters must be the same.*{told}"):
+    output = r"\(3, 4, 3, 3\)" if words == "shape" else words
+    with pytest.raises(MismatchError, match=f"parameters must be the same.*{output}"):
         distributed(hvd, model, op=getattr(hvd, op), **options)
 
 

@@ -44,7 +44,7 @@ def test_differences_are_reported_with_their_ranks_on_every_rank(hvd, trained, w
     others = "rank 0" if last == 1 else "ranks 0-1"
     weight, bias = model[2].weight[1, 2], model[2].bias
     bias.zero_()
-    change, told = {
+    change, output = {
         "parameter": (
             lambda: weight.copy_(torch.nextafter(weight, torch.tensor(9.0))),
             rf"1 of \d+ values differ: parameter 2\.weight \({others}: \w+; rank {last}",
@@ -64,7 +64,7 @@ def test_differences_are_reported_with_their_ranks_on_every_rank(hvd, trained, w
     if hvd.rank() == last:
         change()
     buffers = {"buffers": True} if what == "buffer" else {}
-    with pytest.raises(ReplicaError, match=told):
+    with pytest.raises(ReplicaError, match=output):
         hvd.check_replicas(model, optimizer, **buffers)
     hvd.check_replicas(model[0])
 

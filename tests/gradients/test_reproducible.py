@@ -106,9 +106,9 @@ def train(
     model, optimizer, steps = make(kind, comm, micro_shards)
     own = own_micro_shards(micro_shards, comm.rank, comm.size)
     samples = sample_range(num_samples, micro_shards, own)
-    told = num_samples if num_samples % micro_shards else None
+    output = num_samples if num_samples % micro_shards else None
     losses = [
-        steps.step(batch_of(kind, step, samples), loss_of(model), num_samples=told)
+        steps.step(batch_of(kind, step, samples), loss_of(model), num_samples=output)
         for step in range(num_steps)
     ]
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
@@ -327,13 +327,13 @@ def test_part_of_a_wrong_size_raises_on_every_rank(comm):
     model, _, steps = make("mlp", comm, 4)
     bad = comm.rank == comm.size - 1
     samples = range(4 * len(steps.own))
-    for batch, told in (
+    for batch, output in (
         (batch_of("mlp", 0, range(0) if bad else samples), None),
         (batch_of("mlp", 0, range(1) if bad else samples), 16),
         (["text"] if bad else batch_of("mlp", 0, samples), None),
     ):
         with pytest.raises(MismatchError, match=r"micro-shards|a batch must consist of"):
-            steps.backward(batch, loss_of(model), num_samples=told)
+            steps.backward(batch, loss_of(model), num_samples=output)
     assert steps.next_step == 0  # so that the step can be repeated
 
 

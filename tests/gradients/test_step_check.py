@@ -40,11 +40,11 @@ def test_equal_gradients_in_the_first_step_are_reported_once_by_rank_0(hvd, capl
     model, optimizer = wrapped(hvd)
     for _ in range(3):
         step(hvd, model, optimizer, value=0.5)
-    told = warnings_of(caplog, "hvd.shard_data")
-    assert len(told) == (hvd.rank() == 0)
+    output = warnings_of(caplog, "hvd.shard_data")
+    assert len(output) == (hvd.rank() == 0)
 
 
-def told_in_an_epoch(hvd, caplog, remedy=""):
+def messages_of_an_epoch(hvd, caplog, remedy=""):
     """Return the warnings about equal gradients in an epoch of a loader, after ``remedy``."""
     model, optimizer = wrapped(hvd)
     samples = torch.arange(5 * 64, dtype=torch.float64).reshape(5, 64) / 100
@@ -59,9 +59,9 @@ def told_in_an_epoch(hvd, caplog, remedy=""):
 
 @MANY
 def test_the_remedy_for_equal_gradients_divides_the_samples(hvd, caplog):
-    (told,) = hvd.broadcast_object(told_in_an_epoch(hvd, caplog))
-    (remedy,) = re.findall("`(.*)`", told)
-    assert told_in_an_epoch(hvd, caplog, remedy) == []
+    (output,) = hvd.broadcast_object(messages_of_an_epoch(hvd, caplog))
+    (remedy,) = re.findall("`(.*)`", output)
+    assert messages_of_an_epoch(hvd, caplog, remedy) == []
 
 
 @MANY
@@ -75,15 +75,15 @@ def test_gradients_of_different_samples_and_zeros_are_not_reported(hvd, caplog, 
 
 @MANY
 @pytest.mark.parametrize(
-    ("change", "told"), [(1e-9, r"rank 1: \w+"), (torch.nan, r"rank 1: \w+ \(not finite\)")]
+    ("change", "output"), [(1e-9, r"rank 1: \w+"), (torch.nan, r"rank 1: \w+ \(not finite\)")]
 )
-def test_diverged_replica_is_reported_at_the_next_step(hvd, change, told):
+def test_diverged_replica_is_reported_at_the_next_step(hvd, change, output):
     model, optimizer = wrapped(hvd)
     step(hvd, model, optimizer)
     if hvd.rank() == 1:
         with torch.no_grad():
             model[2].bias[0] += change
-    with pytest.raises(MismatchError, match=rf"before step 1.*2\.bias.*{told}") as caught:
+    with pytest.raises(MismatchError, match=rf"before step 1.*2\.bias.*{output}") as caught:
         step(hvd, model, optimizer)
     assert "HPCTRAIN_CHECK_WEIGHTS=warn" in str(caught.value)
 
@@ -95,8 +95,8 @@ def test_second_step_on_old_gradients_raises_with_rank_and_step(hvd, op):
     model, optimizer = wrapped(hvd, op=getattr(hvd, op))
     for _ in range(2):
         step(hvd, model, optimizer)
-    told = "rank 1: step 2 of optimizer [0-9]+, gradients of the previous step"
-    with pytest.raises(MismatchError, match=f"must not use gradients.*{told}"):
+    output = "rank 1: step 2 of optimizer [0-9]+, gradients of the previous step"
+    with pytest.raises(MismatchError, match=f"must not use gradients.*{output}"):
         optimizer.step() if hvd.rank() == 1 else step(hvd, model, optimizer)
 
 
@@ -136,9 +136,9 @@ def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None, **arg
 @OVERLAPS
 def test_parameters_replaced_on_one_rank_are_reported_once(hvd, caplog, op):
     step_with_other_parameters_on_rank_1(hvd, 50, op=getattr(hvd, op))
-    told = warnings_of(caplog, "assign=True")
-    assert len(told) == (hvd.rank() == 0)
-    assert not told or "rank 1: 0.bias (6 in all)" in told[0].getMessage()
+    output = warnings_of(caplog, "assign=True")
+    assert len(output) == (hvd.rank() == 0)
+    assert not output or "rank 1: 0.bias (6 in all)" in output[0].getMessage()
 
 
 @MANY
@@ -197,9 +197,9 @@ def test_weights_that_never_were_equal_warn_and_then_raise(hvd, caplog):
         model[0].weight.add_(hvd.rank())
     optimizer = distributed(hvd, model)
     step(hvd, model, optimizer)
-    told = warnings_of(caplog, "broadcast_parameters")
-    assert len(told) == (hvd.rank() == 0)
-    assert not told or "0.weight" in told[0].getMessage()
+    output = warnings_of(caplog, "broadcast_parameters")
+    assert len(output) == (hvd.rank() == 0)
+    assert not output or "0.weight" in output[0].getMessage()
     with pytest.raises(MismatchError, match=r"from different weights at step 1.*0\.weight"):
         step(hvd, model, optimizer)
 
@@ -253,8 +253,8 @@ def test_check_of_weights_can_warn_only_or_be_disabled(setting, hvd, caplog):
         model[0].bias.add_(hvd.rank())
     for _ in range(2):
         step(hvd, model, optimizer)
-    told = warnings_of(caplog, "replicas must be equal")
-    assert len(told) == (hvd.rank() == 0 and setting == "warn")
+    output = warnings_of(caplog, "replicas must be equal")
+    assert len(output) == (hvd.rank() == 0 and setting == "warn")
 
 
 @MANY

@@ -24,7 +24,7 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
         num = counts[rank]  # one of several ranks has no samples
         optimizer.set_num_samples(num, nominal=1)
         if step > 1:
-            optimizer.tell_loss(10.0 * rank + step if num else math.nan)
+            optimizer.report_loss(10.0 * rank + step if num else math.nan)
         if num:
             model(torch.ones(2, 64).double()).square().sum().backward()
         optimizer.synchronize()
@@ -57,8 +57,8 @@ def test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum(hvd
         torch.autograd.backward([*model], given)
         expected = all(bool(p.grad.isfinite().all()) for p in model)
         known = expected if hvd.size() > 1 else None
-        said = current().comm.allgather_object(optimizer.sums_are_finite)
-        assert said == [known] * hvd.size(), (step, value)
+        message = current().comm.allgather_object(optimizer.sums_are_finite)
+        assert message == [known] * hvd.size(), (step, value)
         optimizer.step()
         assert optimizer.sums_are_finite is None
 

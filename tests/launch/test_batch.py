@@ -143,10 +143,10 @@ def test_the_test_above_covers_every_setting():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_configuration_directory_and_overrides_reach_the_script(name):
-    said = ours(batch_script.script(name, SETTINGS))
+    message = ours(batch_script.script(name, SETTINGS))
     show = '\nprintf "%s\\n" "$config" "$directory" "$@"'
     done = subprocess.run(
-        ["bash", "-u", "-c", said + show, "script", "--force"],
+        ["bash", "-u", "-c", message + show, "script", "--force"],
         env={"SLURM_ARRAY_TASK_ID": "4", "CONFIG": "no", "RUN_DIRECTORY": "no"},
         capture_output=True,
         text=True,

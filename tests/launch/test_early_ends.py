@@ -33,10 +33,10 @@ def test_a_rank_that_ends_before_init_ends_the_launch_and_is_named(tmp_path, cap
     words = f"{last}\n{FIND}\ntime.sleep(60)"
     code = supervise(line(tmp_path, words), environ=mpiexec.environment()).code
     seconds = time.time() - float((tmp_path / "ended_at").read_text())
-    said = capfd.readouterr().err
-    assert code == (139 if end == CRASH else RANK_LOST), said
-    assert seconds < scaled(LIMIT_S), said
-    assert "rank 1" in said
+    message = capfd.readouterr().err
+    assert code == (139 if end == CRASH else RANK_LOST), message
+    assert seconds < scaled(LIMIT_S), message
+    assert "rank 1" in message
     assert ranks_are_gone(tmp_path)
 
 

@@ -78,19 +78,19 @@ def test_the_compiler_next_to_the_library_is_preferred(tmp_path, monkeypatch, na
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [
         ("echo fine; echo 'x.cc:3: error: no'; echo make: stop; exit 2", "x.cc:3: error: no"),
         ("echo first; echo; echo last; exit 1", "first\nlast"),
         ("exit 3", "exit code 3 without output"),
     ],
 )
-def test_a_failure_reports_the_errors_in_the_log(tmp_path, program, said):
+def test_a_failure_reports_the_errors_in_the_log(tmp_path, program, message):
     log = tmp_path / "log"
     log.write_text("of the step before: error\n")
     with pytest.raises(LaunchError) as caught:
         run_logged(log, ["sh", "-c", program], tmp_path, dict(os.environ), "no; do this")
-    assert str(caught.value) == f"no; do this; {log} ends with:\n{said}"
+    assert str(caught.value) == f"no; do this; {log} ends with:\n{message}"
     assert log.read_text().startswith(
         f"of the step before: error\n$ sh -c {shlex.quote(program)}\n"
     )
@@ -164,8 +164,8 @@ def test_the_installed_package_is_imported_in_a_separate_process(monkeypatch):
     text = str(caught.value)
     assert "must use the MPI library that ranks load, /opt/mpi" in text
     assert f"it loads {mpi.library.resolve()}; remove that library" in text
-    said = f'[true, ["- - - - - {mpi.library}"]]\n'
-    done = subprocess.CompletedProcess((), 0, said, "")
+    message = f'[true, ["- - - - - {mpi.library}"]]\n'
+    done = subprocess.CompletedProcess((), 0, message, "")
     monkeypatch.setattr(recipe, "run_to_end", lambda *_, **__: done)
     assert recipe.check_import(mpi) == mpi.library.resolve()
 
@@ -313,9 +313,9 @@ def test_a_new_environment_gets_horovod_for_its_torch_and_mpi(tmp_path):
     doctor = (*hpctrain, "doctor", "--verbose")
     assert "Horovod by `hpctrain horovod build`" in run(*doctor, env=environ, codes=(0, 1))
 
-    said = run(*hpctrain, "horovod", "build", env=environ)
-    assert said.count("CMAKE_CXX_STANDARD 14) -> set(CMAKE_CXX_STANDARD 20)") == 2
-    assert f"uses {(tmp_path / 'venv').resolve()}/lib/libmpi" in said
+    message = run(*hpctrain, "horovod", "build", env=environ)
+    assert message.count("CMAKE_CXX_STANDARD 14) -> set(CMAKE_CXX_STANDARD 20)") == 2
+    assert f"uses {(tmp_path / 'venv').resolve()}/lib/libmpi" in message
     after = run(*doctor, env=environ, codes=(0, 1))
     assert "Horovod 0.28.1, built for torch 2." in after
     assert "and Open MPI 5." in after

@@ -46,11 +46,11 @@ def _move(lease, host):
 
 def take(lease, **how):
     """Call ``attempt`` until the lease is taken; return its messages."""
-    told = []
+    output = []
     while text := lease.attempt(**how):
-        told.append(text)
+        output.append(text)
         time.sleep(TIMES.look_s)
-    return told
+    return output
 
 
 def test_one_of_several_concurrent_attempts_gets_the_lease(lease):
@@ -95,9 +95,9 @@ def test_a_lease_without_heartbeats_is_taken_over(lease, tmp_path):
     one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
     take(one)
     began = time.monotonic()
-    told = take(other)
+    output = take(other)
     assert time.monotonic() - began >= TIMES.stale_s
-    assert "on a (since" in told[0]
+    assert "on a (since" in output[0]
     assert other.is_held()
     assert not one.is_held(looks=True)
     assert Holder.read(tmp_path) == other._me
@@ -137,14 +137,16 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(lease, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("restarts", "hosts", "said"),
+    ("restarts", "hosts", "message"),
     [("1", "ab", "taken over"), ("0", "ab", "waiting"), ("1", (None, None), "waiting")],
     ids=["started again", "the same start", "a process that lives here"],
 )
-def test_a_job_that_slurm_restarted_takes_over_its_own_lease_at_once(lease, restarts, hosts, said):
+def test_a_job_that_slurm_restarted_takes_over_its_own_lease_at_once(
+    lease, restarts, hosts, message
+):
     take(lease(host=hosts[0], SLURM_JOB_ID="12"))
     other = lease(host=hosts[1], SLURM_JOB_ID="12", SLURM_RESTART_COUNT=restarts)
-    assert said in other.attempt()
+    assert message in other.attempt()
 
 
 def test_a_holder_that_lost_its_lease_by_force_stops_writing(lease, tmp_path):

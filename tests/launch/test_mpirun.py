@@ -91,7 +91,7 @@ def test_this_environment_has_an_mpirun():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "#!/bin/sh\necho libprrte.so.3 is missing >&2; exit 127",
@@ -102,13 +102,13 @@ def test_this_environment_has_an_mpirun():
         ("no program", "Exec format error"),
     ],
 )
-def test_the_error_of_a_broken_mpirun_gives_the_cause(text, said, tmp_path):
+def test_the_error_of_a_broken_mpirun_gives_the_cause(text, message, tmp_path):
     broken = tmp_path / "mpirun"
     broken.write_text(f"{text}\n")
     broken.chmod(0o755)
     with pytest.raises(LaunchError, match="must be a program that starts") as raised:
         identify(broken)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "--mpirun" in str(raised.value)
 
 

@@ -140,9 +140,9 @@ def test_a_lost_node_is_left_out_of_the_restart(tmp_path, monkeypatch, gone, lef
         lost = time.monotonic()
         assert wait_until(lambda: has_resumed(metrics) or process.poll() is not None, 200)
         sys.__stderr__.write(f"without {gone} it goes on after {time.monotonic() - lost:.1f} s\n")
-        said = process.communicate(timeout=200)[1]
-    assert process.returncode == 0, said
-    assert f"2 ranks start again on {left}:2" in said
+        message = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, message
+    assert f"2 ranks start again on {left}:2" in message
     records = read(metrics)
     assert records[-1]["event"] == "finished"
     assert [r["world_size"] for r in records if r["event"] in ("started", "resumed")] == [4, 2]

@@ -61,18 +61,20 @@ def test_the_end_time_in_the_environment_avoids_a_call_of_squeue(command):
     assert job_end({"PATH": "/nowhere"}) is None  # not in a job
 
 
-@pytest.mark.parametrize("said", ["17 10:00", "18 3:00\n17 10:00\n19 1:00"])
-def test_without_an_end_time_squeue_gives_the_remaining_time_of_this_job(command, tmp_path, said):
+@pytest.mark.parametrize("message", ["17 10:00", "18 3:00\n17 10:00\n19 1:00"])
+def test_without_an_end_time_squeue_gives_the_remaining_time_of_this_job(
+    command, tmp_path, message
+):
     before = time.time()
-    end = job_end(command("squeue", f"echo '{said}'; echo \"$@\" >{tmp_path}/asked"))
+    end = job_end(command("squeue", f"echo '{message}'; echo \"$@\" >{tmp_path}/asked"))
     assert before + 600 <= end <= time.time() + 600
     assert "-j 17 " in (tmp_path / "asked").read_text()
     assert job_end(command("squeue", "echo '17 UNLIMITED'")) is None
 
 
 def test_an_error_of_slurm_is_raised_with_its_message(command, monkeypatch):
-    said = "slurm_load_jobs error: Unable to contact"
-    refuses = command("squeue", f"echo '{said}' >&2; exit 1")
+    message = "slurm_load_jobs error: Unable to contact"
+    refuses = command("squeue", f"echo '{message}' >&2; exit 1")
     command("sbatch", "true")
     for ask in (job_end, lambda environ: in_queue([1], environ)):
         with pytest.raises(LaunchError, match="slurm_load_jobs error: Unable to contact"):
@@ -115,10 +117,10 @@ def test_sbatch_tests_the_script_itself(command):
 
 
 def test_a_rejection_contains_each_message_of_slurm_once(command):
-    said = (
+    message = (
         "sbatch: error: Invalid account\\nsbatch: error: Invalid account\\nallocation failure: x"
     )
-    environ = command("sbatch", f"printf '{said}' >&2; exit 1")
+    environ = command("sbatch", f"printf '{message}' >&2; exit 1")
     with pytest.raises(
         LaunchError, match=r"sbatch reports: Invalid account; allocation failure: x$"
     ):
@@ -129,9 +131,9 @@ def test_a_rejection_contains_each_message_of_slurm_once(command):
         submit("a.sbatch", environ)
 
 
-@pytest.mark.parametrize("said", ["12", "12;cluster"])
-def test_the_job_id_is_parsed(command, said):
-    assert submit("a.sbatch", command("sbatch", f"echo '{said}'")) == 12
+@pytest.mark.parametrize("message", ["12", "12;cluster"])
+def test_the_job_id_is_parsed(command, message):
+    assert submit("a.sbatch", command("sbatch", f"echo '{message}'")) == 12
 
 
 def test_a_job_finds_the_hpctrain_command_of_this_environment(command, tmp_path, monkeypatch):

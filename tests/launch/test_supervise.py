@@ -198,9 +198,9 @@ def test_a_signal_asks_ranks_to_save_and_their_exit_code_is_returned(tmp_path, s
     assert process.wait(30) == 85
     # Ranks receive SIGUSR1 and the name of the original signal, unless that was SIGUSR1.
     why = None if signal_number == signal.SIGUSR1 else signal_number.name
-    said = [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)]
-    assert [text.split()[0] for text in said] == ["10", "10"]
-    assert why is None or {text.split()[1] for text in said} == {why}
+    message = [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)]
+    assert [text.split()[0] for text in message] == ["10", "10"]
+    assert why is None or {text.split()[1] for text in message} == {why}
     assert ranks_are_gone(tmp_path)
 
 
@@ -324,7 +324,7 @@ OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "kept"),
+    ("message", "code", "kept"),
     [
         (f"{BOX}why\n", 1, "why\n"),
         (f"why\n{BOX}", 1, "why\n"),
@@ -338,15 +338,15 @@ OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{
     ],
 )
 def test_mpiruns_report_of_a_failed_rank_is_omitted_if_the_rank_gave_the_reason(
-    said, code, kept, capfd
+    message, code, kept, capfd
 ):
-    program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    program = f"import sys; sys.stderr.write({message!r}); sys.exit({code})"
     assert supervise([sys.executable, "-c", program]).code == code
     assert capfd.readouterr().err == kept
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "expected"),
+    ("message", "code", "expected"),
     [
         (DIED.format("Killed (signal 9)"), 9, RANK_LOST),  # output of Hydra
         (DIED.format("Segmentation fault (signal 11)"), 11, 139),
@@ -356,13 +356,15 @@ def test_mpiruns_report_of_a_failed_rank_is_omitted_if_the_rank_gave_the_reason(
         ("", 139, 139),
     ],
 )
-def test_a_signal_that_ends_a_rank_gives_the_same_code_with_every_launcher(said, code, expected):
-    program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+def test_a_signal_that_ends_a_rank_gives_the_same_code_with_every_launcher(
+    message, code, expected
+):
+    program = f"import sys; sys.stderr.write({message!r}); sys.exit({code})"
     assert supervise([sys.executable, "-c", program]).code == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "is_error"),
+    ("message", "is_error"),
     [
         ("a note\n", False),
         (f"{BEGUN}\n{ENDED}\n", False),
@@ -372,11 +374,11 @@ def test_a_signal_that_ends_a_rank_gives_the_same_code_with_every_launcher(said,
         ("hpctrain: task.py:3 in model: f()\nKeyError: 'width'\n", True),
     ],
 )
-def test_only_an_error_in_earlier_output_counts_as_the_reason_of_the_end(said, is_error, capfd):
+def test_only_an_error_in_earlier_output_counts_as_the_reason_of_the_end(message, is_error, capfd):
     say = "import sys, time; write = sys.stderr.write; "
-    program = f"{say}write({said!r}); time.sleep(1.5); write({BOX!r})"
+    program = f"{say}write({message!r}); time.sleep(1.5); write({BOX!r})"
     assert supervise([sys.executable, "-c", program]).code == 0
-    assert capfd.readouterr().err == (said if is_error else f"{said}{BOX}")
+    assert capfd.readouterr().err == (message if is_error else f"{message}{BOX}")
 
 
 BEGIN = b"Traceback (most recent call last):\n"
@@ -398,8 +400,8 @@ def test_interleaved_tracebacks_of_several_ranks_are_merged(seed):
     turns = [rank for rank, end in enumerate(ends) for _ in range(end)]
     draw.shuffle(turns)
     written = [iter(TRACE) for _ in ends]
-    told = merged([next(written[rank]) for rank in turns])
-    assert told == (b"".join(TRACE), len(ends))
+    output = merged([next(written[rank]) for rank in turns])
+    assert output == (b"".join(TRACE), len(ends))
 
 
 def test_chained_exceptions_are_merged_and_different_ones_are_kept():
@@ -413,8 +415,8 @@ def test_chained_exceptions_are_merged_and_different_ones_are_kept():
     assert merged(whole) == (b"".join(whole), 1)
     assert merged([line for line in whole for _ in range(3)]) == (b"".join(whole), 3)
     others = [b"KeyError: 0\n", b"KeyError: 1\n"]
-    told = merged([BEGIN, *CAUSE[:3], *CAUSE[1:3], *others])
-    assert told == (b"".join([*CAUSE[:3], *others]), 2)
+    output = merged([BEGIN, *CAUSE[:3], *CAUSE[1:3], *others])
+    assert output == (b"".join([*CAUSE[:3], *others]), 2)
 
 
 def test_ranks_that_fail_before_init_report_the_error_once(tmp_path, capfd):

@@ -289,7 +289,7 @@ def test_invalid_or_different_arguments_are_rejected_on_every_rank(world, hvd_no
 @MANY
 def test_inconsistent_numbers_of_samples_are_an_error_on_every_rank(world, hvd_nodes):
     rank = world.rank
-    for told, message in (
+    for output, message in (
         ([(5, 4 + rank)] * 2, "nominal of set_num_samples must be the same on every rank, but"),
         (
             [(5, 4), (5, 4) if rank else None],
@@ -298,7 +298,7 @@ def test_inconsistent_numbers_of_samples_are_an_error_on_every_rank(world, hvd_n
         ([(5, 4) if rank else None] * 2, r"have called it; call .* before skip_step\(\)"),
     ):
         run = Run(hvd_nodes, "LocalSGD", 3)
-        for step, given in enumerate(told):
+        for step, given in enumerate(output):
             if given:
                 run.method.set_num_samples(*given)
             learn(run.model, run.optimizer, rank, step)

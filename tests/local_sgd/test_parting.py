@@ -107,13 +107,13 @@ def test_ranks_of_a_node_that_skip_steps_alone_stay_identical(world, hvd_nodes):
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("is_said", [True, False])
-def test_samples_of_a_skipped_step_do_not_count_on_the_node(world, hvd_nodes, is_said):
+def test_samples_of_a_skipped_step_do_not_count_on_the_node(world, hvd_nodes, is_reported):
     model = torch.nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     method = hvd_nodes.HierarchicalLocalSGD(model, optimizer, 6)
     for step in range(2):
         is_skipped = step == 1 and world.rank == 0
-        if is_said or not is_skipped:
+        if is_reported or not is_skipped:
             method.set_num_samples(3, nominal=2)
         before = model.weight.item()
         if is_skipped:

@@ -10,7 +10,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.optim import LossSpikes
 
 
-def told(losses, **how):
+def output(losses, **how):
     spikes, found = LossSpikes(**how), []
     for loss in losses:
         found.append(spikes.is_spike(loss))
@@ -27,25 +27,25 @@ def falling(num: int, noise: float = 0.05):
 def test_noise_of_a_falling_loss_is_no_spike_and_an_outlier_is():
     losses = falling(2000)
     losses[700] += 1.0
-    _, found = told(losses)
+    _, found = output(losses)
     assert [step for step, is_spike in enumerate(found) if is_spike] == [700]
 
 
 def test_the_limit_follows_median_and_median_absolute_deviation():
     losses = falling(64)
-    spikes, _ = told(losses, deviations=4, window=64)
+    spikes, _ = output(losses, deviations=4, window=64)
     median = statistics.median(losses)
     spread = statistics.median(abs(loss - median) for loss in losses)
     assert spikes.limit == pytest.approx(median + 4 * 1.4826 * spread)
 
 
 def test_a_constant_loss_has_a_limit_some_percent_above():
-    spikes, _ = told([2.0] * 64, deviations=6)
+    spikes, _ = output([2.0] * 64, deviations=6)
     assert spikes.limit == pytest.approx(2 * 1.06)
 
 
 def test_before_half_a_window_only_nonfinite_losses_are_spikes():
-    spikes, found = told([1.0, 1e9, math.nan], window=6)
+    spikes, found = output([1.0, 1e9, math.nan], window=6)
     assert found == [False, False, True]
     spikes.see(math.inf)
     assert spikes.limit == math.inf
@@ -54,7 +54,7 @@ def test_before_half_a_window_only_nonfinite_losses_are_spikes():
 
 
 def test_a_loaded_state_has_the_same_limit():
-    spikes, _ = told(falling(100))
+    spikes, _ = output(falling(100))
     other = LossSpikes()
     other.load_state_dict(spikes.state_dict())
     assert other.limit == spikes.limit

@@ -181,10 +181,10 @@ def require_an_error(layout, action, who, at=2):
     kind, match = MismatchError, rf"^ranks .*must .* differ in .*rank.*{who}"
     if action == "freeze" and layout == "pp":
         kind, match = ConfigError, "all stages must train a shared weight, or none"
-    with pytest.raises(kind, match=match) as told:
+    with pytest.raises(kind, match=match) as output:
         trained(program, action, at=at, is_actor=dist.get_rank() == who)
     texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, str(told.value))
+    dist.all_gather_object(texts, str(output.value))
     assert len({*texts}) == 1, texts
 
 

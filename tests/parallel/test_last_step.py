@@ -25,13 +25,13 @@ def end_of(world, layout, change, *, who, is_deleted=False):
         del program
         gc.collect()
     dist.destroy_process_group()
-    said = ""
+    message = ""
     try:
         hpctrain.shutdown()
     except ReplicaError as error:
-        said = str(error)
-    assert len(set(world.allgather(said))) == 1
-    return said
+        message = str(error)
+    assert len(set(world.allgather(message))) == 1
+    return message
 
 
 def changes_the_rate(program):
@@ -77,10 +77,10 @@ OF_FOUR = [
 
 
 def require_an_error(world, layout, change, who, **options):
-    said = end_of(world, layout, change, who=who, **options)
-    assert said.startswith("all ranks must be equal after the last step, but differ: ")
-    assert re.match(TOLD[change], said.partition(": ")[2]), said
-    assert f"rank {who}: " in said, said
+    message = end_of(world, layout, change, who=who, **options)
+    assert message.startswith("all ranks must be equal after the last step, but differ: ")
+    assert re.match(TOLD[change], message.partition(": ")[2]), message
+    assert f"rank {who}: " in message, message
 
 
 @pytest.mark.ranks(2)
@@ -121,7 +121,7 @@ def test_with_check_weights_warn_a_difference_is_a_warning(world, monkeypatch, c
         program = trained(Program("tp"), "write", is_actor=world.rank == 1)
         dist.destroy_process_group()
         hpctrain.shutdown()
-    is_told = setting == "warn" and world.rank == 0
-    assert ("the same values of replicated parameters" in caplog.text) == is_told
-    assert ("all ranks must be equal after the last step" in caplog.text) == is_told
+    is_reported = setting == "warn" and world.rank == 0
+    assert ("the same values of replicated parameters" in caplog.text) == is_reported
+    assert ("all ranks must be equal after the last step" in caplog.text) == is_reported
     del program

@@ -59,15 +59,15 @@ def test_the_mesh_follows_the_nodes_and_is_reported_once(capfd, world):
             ranks, sizes = mesh.mesh.tolist(), [mesh[axis].size() for axis in mesh.mesh_dim_names]
             total = torch.tensor([float(dist.get_rank())])
             dist.all_reduce(total, group=mesh["pp"].get_group())
-        told = capfd.readouterr().err
+        output = capfd.readouterr().err
         assert ranks == [[[[0, 1]], [[2, 3]]]]
         assert sizes == [1, 2, 1, 2]
         assert total.item() == 2 * (world.rank % 2) + 2
         if world.rank == 0:
-            assert f"between nodes: {across}; inside a node: {inside}" in told
-            assert ("slow: tp=2 does not fit on nodes of 1 ranks" in told) == (per_node == 1)
+            assert f"between nodes: {across}; inside a node: {inside}" in output
+            assert ("slow: tp=2 does not fit on nodes of 1 ranks" in output) == (per_node == 1)
         else:
-            assert "mesh of" not in told
+            assert "mesh of" not in output
 
 
 @pytest.mark.ranks(2, 3, 4)

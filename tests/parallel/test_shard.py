@@ -243,8 +243,8 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(tmp_path_factory, world):
         weights, state = get_state_dict(model, optimizer, options=FLAT)
         found = {"model": weights, "optimizer": state}
         (dcp.load if losses else dcp.save)(found, checkpoint_id=folder)
-        told = {"model_state_dict": weights, "optim_state_dict": state}
-        set_state_dict(model, optimizer, **told, options=FLAT)
+        output = {"model_state_dict": weights, "optim_state_dict": state}
+        set_state_dict(model, optimizer, **output, options=FLAT)
         if layout:
             losses.append(step(model, optimizer, *last))
         else:
@@ -376,13 +376,13 @@ REFUSED = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("told", REFUSED)
-def test_invalid_arguments_of_shard_are_an_error_on_all_ranks(told):
-    options = {"stage": 3, "make": lambda model: adamw(model.parameters()), **REFUSED[told]}
+@pytest.mark.parametrize("output", REFUSED)
+def test_invalid_arguments_of_shard_are_an_error_on_all_ranks(output):
+    options = {"stage": 3, "make": lambda model: adamw(model.parameters()), **REFUSED[output]}
     if "mesh" in options:
         options["mesh"] = options["mesh"]()
     model, make = transformer(), options.pop("make")
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(output)):
         shard(model, make(model), **options)
     local_loss(model, *batches(1)[0]).backward()  # the model is unchanged
 

@@ -75,13 +75,13 @@ def test_the_bubble_of_equal_stages_follows_the_formula(schedule, world):
         # stages it would be 3 / 4.
         for _ in range(5):
             pipeline.step(batch, batch)
-            told, most = pipeline.report(), pipeline.most_in_flight
-            bubble = float(told.split()[1].rstrip(","))
+            output, most = pipeline.report(), pipeline.most_in_flight
+            bubble = float(output.split()[1].rstrip(","))
             assert bubble > 0.95 * 3 / 11
             if bubble < 1.5 * 3 / 11:
                 break
     assert bubble < 1.5 * 3 / 11
-    assert "(P - 1) / (M + P - 1) is 0.273" in told
+    assert "(P - 1) / (M + P - 1) is 0.273" in output
     assert most == (8 if schedule == "gpipe" else min(8, 4 - world.rank))
 
 

@@ -101,11 +101,11 @@ def test_a_layer_communicates_twice_forward_and_twice_backward(sequence):
             scores = model(given)
         with CommDebugMode() as both, loss_parallel():
             loss_of(model(given), following).backward()
-        told = [
+        output = [
             {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
             for mode in (forward, both)
         ]
-        counts.append(told)
+        counts.append(output)
         assert isinstance(scores, DTensor)
 
     def more(where, name):
@@ -149,12 +149,12 @@ def test_gradients_accumulate_over_several_backwards():
 @pytest.mark.ranks(2)
 def test_indivisible_models_are_an_error_on_all():
     size = torch.distributed.get_world_size()
-    for change, told in (
+    for change, output in (
         ({"blocks.*.feed.dwn": "row"}, "no module blocks.*.feed.dwn"),
         ({"head": "columns"}, "one of column, row, vocabulary, got 'columns' for head"),
         ({"norm": "column"}, "got column for norm, a RMSNorm; omit"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(output)):
             tensor_parallel(transformer(), rows(), {**lm.ROLES, **change})
     with pytest.raises(ConfigError, match=f"the 9 outputs of 0 must be divisible by the {size} "):
         tensor_parallel(nn.Sequential(nn.Linear(3, 9)), rows(), {"0": "column"})

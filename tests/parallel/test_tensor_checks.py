@@ -97,12 +97,12 @@ def test_invalid_roles_and_meshes_are_an_error_on_all_ranks():
     rank, mesh = dist.get_rank(), build_mesh(tp=2)
     lacking = {name: role for name, role in lm.ROLES.items() if not name.endswith("attention.out")}
     first = {"*.attention.out": "row"}
-    for roles, told in (
+    for roles, output in (
         (lacking, "got column for blocks.0.attention.query without a row"),
         (first, "got row for blocks.0.attention.out without a column"),
         ({**lm.ROLES, "*.feed.*": "row"}, "got column and row for blocks.0.feed.gate"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(output)):
             tensor_parallel(transformer(), mesh["tp"], roles)
     with pytest.raises(
         MismatchError, match=r"rank 0: sequence=True; rank 1: sequence=False; pass"

@@ -108,8 +108,8 @@ crash_in(signal.SIGBUS)
     assert ended.returncode == -signal.SIGBUS
     lines = ended.stderr.splitlines()
     assert all(line.startswith("[rank 7] ") for line in lines)
-    said = [line for line in lines if "Fatal Python error" in line]
-    assert said == [f"[rank 7] Fatal Python error: {what}" for what in ("Aborted", "Bus error")]
+    message = [line for line in lines if "Fatal Python error" in line]
+    assert message == [f"[rank 7] Fatal Python error: {what}" for what in ("Aborted", "Bus error")]
     assert sum("in crash_in" in line for line in lines) == 2
     assert file_in(tmp_path, 7).read_text() == ended.stderr
 

@@ -27,7 +27,7 @@ class Case:
     body: str
     num_ranks: int = 2
     nodes: int = 1
-    said: tuple[str, ...] = ()
+    message: tuple[str, ...] = ()
     logged: str = ""  # in the log file of any rank
     num_tracebacks: int = 0
 
@@ -40,7 +40,7 @@ CASES = {
         now()
         raise ValueError("bad luck")
         """,
-        said=RAISED,
+        message=RAISED,
         logged="[rank 1] Traceback (most recent call last):",
     ),
     "an exception in a thread that communicates": Case(
@@ -51,7 +51,7 @@ CASES = {
             raise ValueError("bad luck")
         threading.Thread(target=work).start()
         """,
-        said=RAISED,
+        message=RAISED,
     ),
     "an exception in a thread that computes": Case(
         body="""
@@ -60,12 +60,12 @@ CASES = {
             raise ValueError("bad luck")
         threading.Thread(target=work, args=(torch.nn.Linear(1, 1),)).start()
         """,
-        said=RAISED,
+        message=RAISED,
         logged="[rank 1] Traceback (most recent call last):",
     ),
     # With two nodes, one rank waits on the node of the lost rank and one on the other node.
     "a word": Case(
-        body="now(); sys.exit()", num_ranks=3, nodes=2, said=LEFT, logged="RankLostError"
+        body="now(); sys.exit()", num_ranks=3, nodes=2, message=LEFT, logged="RankLostError"
     ),
     "a crash in native code": Case(
         body="""
@@ -75,7 +75,7 @@ CASES = {
             ctypes.string_at(0)
         crash()
         """,
-        said=("[rank 1] Fatal Python error: Segmentation fault", "in crash"),
+        message=("[rank 1] Fatal Python error: Segmentation fault", "in crash"),
         logged="[rank 1] Fatal Python error: Segmentation fault",
     ),
     "an interrupt that the program catches": Case(
@@ -87,7 +87,7 @@ CASES = {
         except KeyboardInterrupt:
             now(); sys.exit()
         """,
-        said=("rank 1 left the program after KeyboardInterrupt in a call while rank 0 waits",),
+        message=("rank 1 left the program after KeyboardInterrupt in a call while rank 0 waits",),
     ),
     "a kill": Case(body="now(); os.kill(os.getpid(), signal.SIGKILL)"),
     "a kill that mpirun is slow to tell of": Case(
@@ -111,7 +111,7 @@ def test_the_end_of_one_rank_ends_all_with_a_reason(name: str, tmp_path: Path) -
         nodes=case.nodes,
     )
     assert_ended(outcome)
-    for text in case.said:
+    for text in case.message:
         assert text in outcome.err
     assert any(case.logged in log for log in outcome.logs.values())
     if name == "a kill":
@@ -260,8 +260,8 @@ def test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early(
         """,
         nodes=nodes,
     )
-    said = [line for line in outcome.err.splitlines() if "] hpctrain: " not in line]
-    assert (outcome.code, outcome.out, said) == (0, "result written\n", [])
+    message = [line for line in outcome.err.splitlines() if "] hpctrain: " not in line]
+    assert (outcome.code, outcome.out, message) == (0, "result written\n", [])
     assert not outcome.left_over
     shares = [float(file.read_text()) for file in tmp_path.glob("share-*")]
     assert len(shares) == 2

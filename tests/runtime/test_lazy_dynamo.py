@@ -93,11 +93,11 @@ assert os.wait()[1] == 0, {name!r}
 """
         for name in needs
     )
-    said = run(f"""
+    message = run(f"""
 torch.set_num_threads(1)
 train(torch.optim.Adam)
 assert stands_in()
 {forks}
 assert stands_in()
 """)
-    assert said.splitlines() == [*needs]
+    assert message.splitlines() == [*needs]

@@ -111,15 +111,15 @@ def test_an_exception_has_its_rank_and_remote_traceback():
 
 
 @pytest.mark.parametrize(
-    ("kind", "np", "said"),
+    ("kind", "np", "message"),
     [
         ("odd", 1, "rank 0: OddError: odd"),
         ("lock", 1, "rank 0: TypeError: cannot pickle"),
         ("killed", 2, "rank 1|code"),
     ],
 )
-def test_unpicklable_results_and_killed_ranks_are_described(kind, np, said):
-    with pytest.raises((RankError, LaunchError), match=said) as error:
+def test_unpicklable_results_and_killed_ranks_are_described(kind, np, message):
+    with pytest.raises((RankError, LaunchError), match=message) as error:
         run(fail, (kind,), np=np)
     assert kind != "odd" or error.value.__cause__ is None
 

@@ -46,10 +46,10 @@ def test_a_signal_is_recorded_and_the_handlers_are_restored(number):
 
 def test_the_reason_is_the_signal_that_the_launcher_received(tmp_path, monkeypatch):
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
-    for said in ("SIGUSR1", "SIGHUP"):
+    for message in ("SIGUSR1", "SIGHUP"):
         with StopRequests() as requests:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert requests.reason == said
+            assert requests.reason == message
         (tmp_path / "asked").write_text("SIGHUP")
 
 

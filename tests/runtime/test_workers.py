@@ -71,8 +71,10 @@ def test_collectives_in_a_forked_worker_are_rejected_and_the_parent_continues(
     loader = torch.utils.data.DataLoader(
         Asking(optimizer), num_workers=1, batch_size=None, multiprocessing_context="fork"
     )
-    for said in loader:
-        assert said.startswith(f"{world.rank}: only process {os.getpid()}, which has called"), said
+    for message in loader:
+        assert message.startswith(f"{world.rank}: only process {os.getpid()}, which has called"), (
+            message
+        )
     mean = hpctrain.allreduce(torch.full((2,), float(world.rank)))
     assert mean.tolist() == [(world.size - 1) / 2] * 2
     (weight.sum() * world.rank).backward()

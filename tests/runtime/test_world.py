@@ -131,10 +131,10 @@ def test_torchrun_is_an_error_with_a_remedy_in_one_line(tmp_path):
     done = ended(run, env=unlaunched())
     assert done.returncode != 0
     assert "trained" not in done.stdout
-    told = (
+    output = (
         "hpctrain: all ranks of a launch must form one world by MPI, but torchrun started 2 ranks"
     )
-    assert done.stderr.count(told) in (1, 2)  # torchrun may be slow to end the other process
+    assert done.stderr.count(output) in (1, 2)  # torchrun may be slow to end the other process
     assert "LaunchError" not in done.stderr
     # no traceback of the program
     assert str(program) not in done.stderr.partition("ChildFailedError")[0]

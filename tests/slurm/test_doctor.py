@@ -28,22 +28,22 @@ def test_a_correct_job_has_no_finding_and_planted_faults_are_found(slurm):
         return done.returncode, json.loads(done.stdout)
 
     with ThreadPoolExecutor() as pool:
-        told = dict(zip(STEPS, pool.map(run, STEPS.values()), strict=True))
-    assert {step: code for step, (code, _) in told.items()} == dict.fromkeys(STEPS, 1) | {
+        output = dict(zip(STEPS, pool.map(run, STEPS.values()), strict=True))
+    assert {step: code for step, (code, _) in output.items()} == dict.fromkeys(STEPS, 1) | {
         "healthy": 0
     }
 
-    healthy = told["healthy"][1]
+    healthy = output["healthy"][1]
     assert wrong(healthy) == {}
     (world,) = (f["what"] for f in healthy if f["check"] == "world")
     assert world.startswith("one world of 4 ranks on 2 nodes, started by srun --mpi=pmix")
 
-    faults = wrong(told["one GPU, one core"][1])
+    faults = wrong(output["one GPU, one core"][1])
     assert "but ranks 0-1 on n" in faults["GPUs"]
     assert "use GPU 0" in faults["GPUs"]
     assert "share 1 core (mask 0)" in faults["cores"]
 
-    alone = told["another interface"][1]
+    alone = output["another interface"][1]
     (world,) = (f for f in alone if f["check"] in ("world", "launcher") and f["do"])
     assert "started 2 ranks with --mpi=pmi2" in world["what"]
     assert "srun --mpi=pmix" in world["do"]

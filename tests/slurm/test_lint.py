@@ -70,19 +70,19 @@ def files(login, tmp_path, monkeypatch):  # noqa: ARG001 - its environment
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def told(text):
+def output(text):
     path = Path("job.sbatch")
     path.write_text(text, newline="")
     return [each for each in _lint(path) if each.is_wrong]
 
 
 def test_twenty_planted_mistakes_are_found_and_a_correct_script_has_no_finding():
-    assert told(HEALTHY) == []
+    assert output(HEALTHY) == []
     assert len(PLANTED) == 20
     missed = {}
     for name, (old, new, words) in PLANTED.items():
         assert old in HEALTHY, name
-        found = [f"{each.check}: {each.what}" for each in told(HEALTHY.replace(old, new))]
+        found = [f"{each.check}: {each.what}" for each in output(HEALTHY.replace(old, new))]
         if not any(word in line for word in words.split("|") for line in found):
             missed[name] = found
     assert missed == {}
@@ -91,4 +91,4 @@ def test_twenty_planted_mistakes_are_found_and_a_correct_script_has_no_finding()
 def test_scripts_of_users_have_no_finding_but_rejections_by_sbatch():
     """The simulated cluster is smaller than the clusters that the scripts are for."""
     for name, text in USERS.items():
-        assert {each.check for each in told(text)} <= {"sbatch --test-only"}, name
+        assert {each.check for each in output(text)} <= {"sbatch --test-only"}, name

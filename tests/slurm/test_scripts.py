@@ -24,9 +24,9 @@ def submit(slurm, tmp_path):
 
 
 def wait_until(true, what, timeout_s=200):
-    give_up = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while not true():
-        assert time.monotonic() < give_up, what()
+        assert time.monotonic() < deadline, what()
         time.sleep(0.2)
 
 
@@ -48,8 +48,8 @@ def test_a_ddp_script_runs_unchanged_in_a_job_and_its_state_is_reported(
     (tmp_path / "ddp.py").write_text(DDP)
     held = submit("--name", "held", "--option=--hold", "--", "ddp.py")
     job = submit("--", "python", "ddp.py")
-    code, told = status("held")
-    assert (code, f"job {held.id} is PENDING, JobHeldUser" in told) == (3, True), told
+    code, message = status("held")
+    assert (code, f"job {held.id} is PENDING, JobHeldUser" in message) == (3, True), message
     slurm.run(["scancel", str(held.id)])
     job.wait_for("RUNNING")
     assert status("ddp")[0] == 4

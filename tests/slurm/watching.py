@@ -67,14 +67,14 @@ class Run:
 
     def wait_for_step(self, step: int, *, part: int = 1, timeout_s: float = 240) -> None:
         """Wait until a part of the run has reached a step."""
-        give_up = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             records = self.records()
             begun = [i for i, r in enumerate(records) if r.get("part") == part]
             steps = [r["step"] for r in records[begun[0] :] if "step" in r] if begun else []
             if steps and max(steps) >= step:
                 return
-            assert time.monotonic() < give_up, f"no step {step} in part {part}: {records[-3:]}"
+            assert time.monotonic() < deadline, f"no step {step} in part {part}: {records[-3:]}"
             time.sleep(0.05)
 
     def curve(self) -> list[tuple[Any, ...]]:

@@ -35,7 +35,7 @@ def changed(factor, only=None):
     return study(records)
 
 
-def told(found, verdict):
+def message(found, verdict):
     """Return labels and ratios of the points with a verdict."""
     points = zip(found.points, found.verdicts, strict=True)
     return [(label, ratio) for (label, ratio), each in points if each == verdict]
@@ -63,7 +63,7 @@ def differing(kind, factor, draws):
     for _ in range(draws):
         both = drawn(kind, generator), drawn(kind, generator, factor)
         pair = StudyComparison(*both, 0.05)
-        labels = [label for verdict in ("slower", "faster") for label, _ in told(pair, verdict)]
+        labels = [label for verdict in ("slower", "faster") for label, _ in message(pair, verdict)]
         found += (
             any("ranks 4" not in each for each in labels),
             any("ranks 4" in each for each in labels),
@@ -110,12 +110,12 @@ def test_intervals_cover_the_truth_at_their_confidence_with_few_repeats(num):
         assert {ratio.low for ratio in ratios} == {None}
         assert "[" not in text
         return
-    told = ratios[0].confidence
-    assert told == pytest.approx(1 - 2 / comb(2 * num, num)) if num < 5 else told >= 0.975
+    message = ratios[0].confidence
+    assert message == pytest.approx(1 - 2 / comb(2 * num, num)) if num < 5 else message >= 0.975
     level = {2: "66.6%", 3: "90%", 4: "97.1%"}.get(num, "no")
     assert text.count(f"] {level}") == 2 * (num < 5)
     share = np.mean([ratio.low <= 1.1 <= ratio.high for ratio in ratios])
-    assert share >= told - 2.5 * np.sqrt(told * (1 - told) / len(ratios))
+    assert share >= message - 2.5 * np.sqrt(message * (1 - message) / len(ratios))
 
 
 def printed(found):
@@ -141,10 +141,10 @@ def test_slower_points_are_found_with_their_ratio():
     assert [label.split(",")[0] for label, _ in found.points] == [
         f"ranks {ranks}" for ranks in [1, 2, 4, 8] * 2
     ]
-    slower = told(found, "slower")
+    slower = message(found, "slower")
     assert [label for label, _ in slower] == ["ranks 4, codec none", "ranks 4, codec bf16"]
     assert [ratio.value for _, ratio in slower] == [pytest.approx(1.1)] * 2
-    assert told(StudyComparison(study(), changed(0.9), 0.05), "slower") == []
+    assert message(StudyComparison(study(), changed(0.9), 0.05), "slower") == []
 
 
 def test_points_whose_shortened_names_are_equal_are_distinct():
@@ -182,6 +182,6 @@ def test_the_verdict_sets_the_exit_code_if_requested(tmp_path, factor, code):
     verdict = {1.2: "slower", 1.0: "no difference beyond noise", 0.8: "faster"}[factor]
     assert done.output.count(verdict) == 8
     # distinguishes the folders, whose studies have the same name
-    told = f"{shown(second)} by {shown(first)}: time of a step"
-    assert told.replace(" ", "") in "".join(done.output.split())
+    message = f"{shown(second)} by {shown(first)}: time of a step"
+    assert message.replace(" ", "") in "".join(done.output.split())
     assert CliRunner().invoke(app, words).exit_code == 0

@@ -145,8 +145,8 @@ def test_a_legend_has_exactly_the_drawn_series(bound):
     found = figures(results)
     lines = ["ideal", *(["bound of the machine"] if bound else [])]
     bars = "bars: 93.8 % interval"
-    told = ["each repeat", f"median, {bars}", "more ranks than cores", *lines]
-    assert sorted(legend_of(found["time"])) == sorted(told)
+    output = ["each repeat", f"median, {bars}", "more ranks than cores", *lines]
+    assert sorted(legend_of(found["time"])) == sorted(output)
     efficiency = legend_of(found["efficiency"])
     assert {*efficiency} >= {"ideal"}
     assert any(text.startswith("ratio of medians, bars: ") for text in efficiency)

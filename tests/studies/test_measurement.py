@@ -112,7 +112,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"seconds": 0.0}, "a duration above 0.*got 0 to"),
         ({"seconds": -1.0}, "a duration above 0.*got -1 to"),
@@ -124,13 +124,13 @@ NAN = float("nan")
         ({"step": 7}, r"1 steps are common.*recorded 3"),
     ],
 )
-def test_invalid_records_are_an_error_of_the_repeat(tmp_path, change, said):
+def test_invalid_records_are_an_error_of_the_repeat(tmp_path, change, message):
     lines, good = steps(0, 1, 1, 1), steps(0, 1, 1, 1)
     if "step" in change and change["step"] == 7:
         lines[1]["step"] = 6
     lines[2] |= change
     write(tmp_path, lines, lines if "seconds" in change else good)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         measure(tmp_path, 2, warm_up=0, target={})
 
 
@@ -150,7 +150,7 @@ def test_parts_that_are_not_finite_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"compute_s": 100.0}, "at most the step, got compute_s of 100 to 100 in steps of 1 s"),
         ({"input_s": -0.5}, "at least 0 .*got input_s of -0.5"),
@@ -158,13 +158,13 @@ def test_parts_that_are_not_finite_are_ignored(tmp_path):
     ],
 )
 def test_a_part_outside_its_step_is_ignored_on_one_rank_and_an_error_on_all(
-    tmp_path, values, said
+    tmp_path, values, message
 ):
     write(tmp_path, steps(0, 1, 1, 1), steps(0, 1, 1, 1, **values))
     # wrong on one of two ranks
     assert not values.keys() & measure(tmp_path, 2, warm_up=1, target={}).keys()
     write(tmp_path, *2 * [steps(0, 1, 1, 1, **values)])
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         measure(tmp_path, 2, warm_up=1, target={})
 
 

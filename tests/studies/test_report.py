@@ -91,13 +91,13 @@ def test_numbers_of_the_page_equal_the_statistics(results):
         if not summary.oversubscribed:
             assert float(value["efficiency"]) == summary.efficiency.value
     estimates = {(s.ranks, s.step_s.value, s.step_s.low, s.step_s.high) for s in results.summaries}
-    told = {
+    message = {
         (x, y, y - below, y + above)
         for series in drawn(text)["time"]["series"]
         if series["kind"] in ("points", "hollow")
         for x, y, below, above in zip(*map(series.get, ("x", "y", "below", "above")), strict=True)
     }
-    assert sorted(told) == [pytest.approx(each) for each in sorted(estimates)]
+    assert sorted(message) == [pytest.approx(each) for each in sorted(estimates)]
     repeats = [series for series in drawn(text)["time"]["series"] if series["kind"] == "repeats"]
     assert sorted(y for series in repeats for y in series["y"]) == sorted(
         each.mean_step_s for each in results.done

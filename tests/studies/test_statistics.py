@@ -53,8 +53,8 @@ def test_intervals_cover_the_truth_at_their_confidence_for_any_noise(kind, num):
 
 
 def test_the_confidence_follows_from_the_number_of_repeats():
-    told = [median(list(range(num))).confidence for num in range(1, 8)]
-    assert told == [0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375]
+    output = [median(list(range(num))).confidence for num in range(1, 8)]
+    assert output == [0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375]
     assert median([3.0]).low is median([3.0]).high is None
     assert ratio([3.0], [4.0]).low is None
     assert ratio([1.0] * 3, [2.0] * 3).confidence == pytest.approx(0.9)

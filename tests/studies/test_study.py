@@ -114,14 +114,14 @@ def test_a_failed_point_is_recorded_with_its_error_and_the_study_continues(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "output"),
     [
         ("true {ranks}", r"0 of \d ranks did"),
         ("nowhere {ranks}", "got 'nowhere'"),
         ("sh -c 'sleep 600 & sleep 600; {ranks}'", "must end within study.timeout = 1s"),
     ],
 )
-def test_commands_that_record_nothing_or_hang_fail_and_leave_no_process(tmp_path, command, said):
+def test_commands_that_record_nothing_or_hang_fail_and_leave_no_process(tmp_path, command, output):
     asked = StudyConfig(
         factors={"ranks": [1]},
         study=StudyTable(timeout="1s"),
@@ -130,7 +130,7 @@ def test_commands_that_record_nothing_or_hang_fail_and_leave_no_process(tmp_path
     [attempt, *_] = Study(asked, tmp_path).attempts
     record = carry_out(asked, attempt, StudyFolder(tmp_path))
     assert record.status == "failed"
-    assert re.search(said, record.error)
+    assert re.search(output, record.error)
     assert left_over(tmp_path) == []
 
 
@@ -228,9 +228,9 @@ def test_a_study_killed_at_random_times_resumes_to_the_same_points(tmp_path, how
         assert points(folder)[: len(before)] == before
         before = points(folder)
     process = start(tmp_path)
-    said, _ = process.communicate()
+    output, _ = process.communicate()
     assert process.returncode == 0
-    assert "12 of 12 measured, 0 failed" in said
+    assert "12 of 12 measured, 0 failed" in output
     lines = [line for path in folder.glob("points-*.jsonl") for line in path.open()]
     found = Counter((line["point"]["ranks"], line["repeat"]) for line in map(json.loads, lines))
     assert found == Counter((ranks, repeat) for ranks in RANKS for repeat in range(4))

@@ -48,7 +48,7 @@ def test_placeholders_are_replaced_in_commands_settings_and_variables(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("mode", "modus", r"study.modus is not a key; did you mean study.mode"),
         ('"weak"', '"weaker"', "study.mode must be one of strong, weak"),
@@ -64,9 +64,9 @@ def test_placeholders_are_replaced_in_commands_settings_and_variables(tmp_path):
         ("run =", "#", "command.run must be the command to measure"),
     ],
 )
-def test_a_mistake_is_reported_with_a_remedy(tmp_path, old, new, said):
+def test_a_mistake_is_reported_with_a_remedy(tmp_path, old, new, message):
     assert GOOD.count(old) >= 1
-    with pytest.raises(ConfigError, match=said.replace("{", r"\{")):
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
         read(tmp_path, GOOD.replace(old, new, 1))
 
 

@@ -54,8 +54,8 @@ def test_a_full_disk_is_a_warning_and_earlier_checkpoints_are_kept(
     here.comm.barrier()
     assert "step-00000003" in seen
     assert "step-00000009" not in seen
-    told = "training continues without this checkpoint" in caplog.text
-    assert told == ("File too large" in caplog.text) == (here.comm.rank == 0)
+    output = "training continues without this checkpoint" in caplog.text
+    assert output == ("File too large" in caplog.text) == (here.comm.rank == 0)
     assert steps_in(job)[-1] == steps_in(whole)[-1]
     assert_same_run(whole, job)
 

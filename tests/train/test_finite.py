@@ -61,16 +61,16 @@ def test_all_ranks_stop_before_the_step_and_report_step_rate_norm_and_samples(
     with pytest.raises(NotFiniteError, match=rf"{loss} and gradient norm (nan|inf)") as caught:
         job.part()
     here.comm.barrier()
-    told, lines = read(job.directory.metrics), str(caught.value).splitlines()
+    output, lines = read(job.directory.metrics), str(caught.value).splitlines()
     assert max(map(len, lines)) < 140
     assert lines[0].startswith("loss and gradients must be finite, but they are not on rank")
-    newest = f"step-{told[-1]['step']:08}" if told[-1]["step"] else ""
+    newest = f"step-{output[-1]['step']:08}" if output[-1]["step"] else ""
     assert (
         lines[-1] == f"then {f'continue from {newest}' if newest else 'start again'} with --resume"
     )
     assert "checkpoint" not in "".join(lines)
-    (record,) = [r for r in told if r["event"] == "not_finite"]
-    assert told[-1] == {"event": "failed", "step": record["step"] - 1, "reason": lines[0]}
+    (record,) = [r for r in output if r["event"] == "not_finite"]
+    assert output[-1] == {"event": "failed", "step": record["step"] - 1, "reason": lines[0]}
     culprits = [r["rank"] for r in record["ranks"] if 13 in r["samples"]]
     assert len(culprits) == 1
     assert f"  rank {culprits[0]}: " in str(caught.value) or GRADIENT in overrides
@@ -82,7 +82,7 @@ def test_all_ranks_stop_before_the_step_and_report_step_rate_norm_and_samples(
     assert_finite(kept.state["model"])
     found = status(job.directory.path)
     assert (found.state, found.code) == ("failed", 1)
-    assert RunPart.after(told).ended_by == "an error"
+    assert RunPart.after(output).ended_by == "an error"
 
 
 @ANY
@@ -136,9 +136,9 @@ UNSEEN = [
 
 
 @TWO
-@pytest.mark.parametrize(("overrides", "said"), UNSEEN)
+@pytest.mark.parametrize(("overrides", "message"), UNSEEN)
 def test_an_unchecked_gradient_is_reported_later_with_the_samples_of_its_step(
-    here, configure, shared, overrides, said
+    here, configure, shared, overrides, message
 ):
     losses = Job(here, configure, shared / "losses", *FLAWED, *overrides)
     losses.config = configure(*losses.overrides, "checkpoint.every=none")
@@ -151,7 +151,7 @@ def test_an_unchecked_gradient_is_reported_later_with_the_samples_of_its_step(
     here.comm.barrier()
     (record,) = [r for r in read(job.directory.metrics) if r["event"] == "not_finite"]
     (before,) = [r for r in read(losses.directory.metrics) if r["event"] == "not_finite"]
-    assert said in str(caught.value).splitlines()[0]
+    assert message in str(caught.value).splitlines()[0]
     (culprit,) = [r for r in record["ranks"] if 13 in r["samples"]]
     assert culprit["step"] == min(r["step"] for r in before["ranks"] if 13 in r["samples"])
     assert f"  rank {culprit['rank']}: loss {float(culprit['loss']):g} in step" in str(
@@ -253,8 +253,8 @@ def test_a_test_loss_that_is_not_finite_ends_all_ranks(here, configure, shared, 
     with pytest.raises(NotFiniteError, match=r"of the test after step 6 \(epoch 1\) is nan\n"):
         job.part()
     here.comm.barrier()
-    told = read(job.directory.metrics)[-1]
-    assert (told["event"], told["step"]) == ("failed", 6)
+    output = read(job.directory.metrics)[-1]
+    assert (output["event"], output["step"]) == ("failed", 6)
     assert last_checkpoint(here, job).step == 4
     assert status(job.directory.path).code == 1
 
@@ -267,6 +267,8 @@ def test_with_skip_such_a_test_is_a_warning_and_never_the_best(
     job = Job(here, configure, shared / "run", *EVAL)
     job.config = configure(*job.overrides, *EVAL, f"train.on_non_finite={mode}")
     assert isinstance(job.part(), Outcome)
-    said = "of the test after step 6 (epoch 1) is nan: its accuracy is meaningless"
+    message = "of the test after step 6 (epoch 1) is nan: its accuracy is meaningless"
     assert "score" not in last_checkpoint(here, job).facts
-    assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)
+    assert (
+        caplog.text.count(message) == caplog.text.count("its accuracy is") == (not here.comm.rank)
+    )

@@ -90,5 +90,5 @@ def test_the_noise_scale_equals_that_of_the_samples_on_any_number_of_ranks(
     drawn = torch.stack(gradients)  # batches of an epoch are drawn without replacement
     variance = float(drawn.var(dim=0).sum())
     squared = float(drawn.mean(dim=0).square().sum()) - variance / len(drawn)
-    told = [each["noise_scale"] for each in read(job.directory.metrics) if "noise_scale" in each]
-    assert told[-1] == pytest.approx(variance / squared, rel=0.3)
+    output = [each["noise_scale"] for each in read(job.directory.metrics) if "noise_scale" in each]
+    assert output[-1] == pytest.approx(variance / squared, rel=0.3)

@@ -73,10 +73,10 @@ def test_a_logger_gets_all_records_on_rank_0_and_a_failing_one_is_disabled(
     assert heard.is_closed
     assert (heard.folder, heard.config["train"]["epochs"]) == (job.directory.path, 2)
     for name, why in (("fails_at_once", "RuntimeError: no server"), ("fails_later", "started")):
-        told = [line for line in caplog.messages if f":{name}" in line]
-        assert len(told) == 1
-        assert "is disabled, and the run continues" in told[0]
-        assert why in told[0]
+        output = [line for line in caplog.messages if f":{name}" in line]
+        assert len(output) == 1
+        assert "is disabled, and the run continues" in output[0]
+        assert why in output[0]
 
 
 @pytest.mark.ranks(1)
@@ -113,15 +113,15 @@ def test_names_of_values_have_their_event_as_prefix():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "output"),
     [
         ("tensorbord", "did you mean tensorboard?"),
         ("no.such:Logger", "there is no module no"),
         ("tests.train.test_loggers:Hear", "did you mean Heard?"),
     ],
 )
-def test_an_unknown_logger_is_an_error_before_the_run(name, told):
-    with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
+def test_an_unknown_logger_is_an_error_before_the_run(name, output):
+    with pytest.raises(ConfigError, match=output.replace("?", r"\?")):
         check(["csv", name])
 
 

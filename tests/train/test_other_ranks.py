@@ -113,8 +113,8 @@ def test_unsent_errors_of_a_codec_are_kept_for_another_number_of_ranks(carry_out
 def test_every_method_resumes_within_a_round_on_another_number_of_ranks(carry_out):
     model = "model.args={stops = [3], norm = true}"
     kinds = {name: [model, f"sync.method={name}", *SHORT, *more] for name, more in METHODS.items()}
-    said = carry_out(kinds, 3, 2)
-    assert "the checkpoint is of 3 ranks, this run has 2: each continues from the mean" in said
+    message = carry_out(kinds, 3, 2)
+    assert "the checkpoint is of 3 ranks, this run has 2: each continues from the mean" in message
     for name in METHODS:
         found = records(name)
         (resumed,) = [record for record in found if record["event"] == "resumed"]

@@ -243,8 +243,8 @@ def test_a_dry_run_reports_each_mistake_with_target_and_shapes(folder, monkeypat
                 text = str(error)
             except Exception as error:
                 text = folded(error, None)
-            is_told = all(word in text for word in words)
-            if not is_told or len(text.splitlines()) > MAX_LINES:
+            is_reported = all(word in text for word in words)
+            if not is_reported or len(text.splitlines()) > MAX_LINES:
                 wrong[name] = text
         assert wrong == {}
         assert len(MISTAKES) >= 12
@@ -264,13 +264,13 @@ def test_two_ranks_report_an_error_once_and_the_log_has_the_traceback(folder):
         [*line, "hpctrain", "train", "mine.toml", *words],
         env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
     )
-    told = done.stderr.splitlines()
+    output = done.stderr.splitlines()
     assert done.returncode == 1, done.stderr
-    assert told[0] == "[rank 0] mine.py:22 in forward: return torch.empty(1 << 50)", done.stderr
-    assert len(told) <= MAX_LINES, done.stderr
+    assert output[0] == "[rank 0] mine.py:22 in forward: return torch.empty(1 << 50)", done.stderr
+    assert len(output) <= MAX_LINES, done.stderr
     assert 'model.target = "mine:model" was given float32 (8, 6)' in done.stderr
     log = file_in(folder / "runs/mine/log", 0)
-    assert told[-1] == f"[rank 0] the whole traceback: {log.relative_to(folder)}"
+    assert output[-1] == f"[rank 0] the whole traceback: {log.relative_to(folder)}"
     whole = log.read_text()
     assert "Traceback (most recent call last)" in whole
     assert "/cli/main.py" in whole
@@ -296,8 +296,8 @@ def test_a_mismatch_is_one_error_of_all_ranks_wherever_it_occurs(folder):
             env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
             timeout=60,
         )
-        said = done.stderr
-        assert done.returncode == 2, (name, said)
-        assert all(word in said for word in words), (name, said)
-        assert "Traceback" not in said, (name, said)
-        assert said.count("refuses") == 1, (name, said)
+        message = done.stderr
+        assert done.returncode == 2, (name, message)
+        assert all(word in message for word in words), (name, message)
+        assert "Traceback" not in message, (name, message)
+        assert message.count("refuses") == 1, (name, message)

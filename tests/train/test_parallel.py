@@ -116,14 +116,14 @@ def test_a_run_resumes_in_many_layouts(job):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("layout", "compared", "told"),
+    ("layout", "compared", "output"),
     [
         ("pp=2", "error", "ranks must hold the same values of replicated parameters"),
         ("tp=2", "off", "must be equal, but"),  # compared before each test instead
         ("pp=2", "off", "must be equal, but"),
     ],
 )
-def test_diverged_replicas_are_an_error_on_all_ranks(job, layout, compared, told, monkeypatch):
+def test_diverged_replicas_are_an_error_on_all_ranks(job, layout, compared, output, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", compared)
     one = job(layout)
     task = one.built()
@@ -133,7 +133,7 @@ def test_diverged_replicas_are_an_error_on_all_ranks(job, layout, compared, told
             with torch.no_grad():
                 local(next(task.model.parameters())).view(-1)[0] += 1e-9
 
-    with pytest.raises(ReplicaError, match=told):
+    with pytest.raises(ReplicaError, match=output):
         one.part(task=task, at={2: part})
 
 
@@ -141,8 +141,8 @@ def test_diverged_replicas_are_an_error_on_all_ranks(job, layout, compared, told
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
 def test_a_loss_of_one_replica_that_is_not_finite_ends_all_ranks(job, layout):
     words = "train.clip_norm=0", "train.clip_value=0", "loss.target=tests.train.divided:flawed"
-    told = r"they are not on ranks (0-1|2-3) in step \d, .*\n  rank .: loss nan .* samples .*13"
-    with pytest.raises(NotFiniteError, match=told):
+    output = r"they are not on ranks (0-1|2-3) in step \d, .*\n  rank .: loss nan .* samples .*13"
+    with pytest.raises(NotFiniteError, match=output):
         job(layout, *words).part()
 
 
@@ -244,9 +244,9 @@ def test_incompatible_options_are_rejected_with_the_configuration(layout, other)
     with pytest.raises(ConfigError) as refusal:
         load(None, [*words, other])
     key, _, value = other.partition("=")
-    told = str(refusal.value).removeprefix(f"argument --set {other}: ")
-    assert key in told
-    assert value.strip("[]") in told.lower().replace("'", '"')
+    output = str(refusal.value).removeprefix(f"argument --set {other}: ")
+    assert key in output
+    assert value.strip("[]") in output.lower().replace("'", '"')
 
 
 @pytest.mark.ranks(2)

@@ -133,8 +133,8 @@ def test_an_extended_run_has_the_bits_of_a_longer_one(here, configure, shared):
     other = configure(*job.overrides, "train.global_batch=8")
     with pytest.raises(Exception, match=r"train\.global_batch was 9, is 8; set"):
         check_same(job.directory, other, changed=False)
-    told = check_same(job.directory, longer, changed=False)
-    assert told == ["train.epochs was 2, is 4"]
+    output = check_same(job.directory, longer, changed=False)
+    assert output == ["train.epochs was 2, is 4"]
     job.config = longer
     job.part()
     assert_same_run(whole, job)
@@ -190,8 +190,8 @@ def test_a_run_reports_its_best_checkpoint_and_commands_accept_it(tmp_path, monk
             found[which] = json.loads(runner.invoke(app, words).stdout)
         assert last == f"test loss {found['last']['metric']:.4f}"
         assert best.split()[3] == f"{found['best']['metric']:.4f},"
-        told = runner.invoke(app, ["evaluate", "runs/small"]).stdout.splitlines()
-        assert told[-2:] == [others, last]
+        output = runner.invoke(app, ["evaluate", "runs/small"]).stdout.splitlines()
+        assert output[-2:] == [others, last]
         for words, message in (
             (["evaluate", "runs/none"], "runs/none contains no run"),
             (["predict", "runs/small", "--output", "small.toml"], "already exists"),

@@ -89,14 +89,14 @@ class Run:
         program = [*preload.python(), dying.__file__, *self.dies] if self.dies else line
         train = [*program, "train", "mortal.toml", "--set", "output_dir=run"]
         paths = {"PYTHONPATH": str(ROOT), "NOTES": str(self.folder)}
-        with (self.folder / "said").open("wb") as said:
+        with (self.folder / "message").open("wb") as message:
             process = subprocess.Popen(
                 [*launch, *train],
                 env=mpiexec.environment() | paths,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=message,
+                stderr=message,
             )
         with process:
             try:
@@ -109,7 +109,7 @@ class Run:
                 self.seconds = time.monotonic() - begun
             finally:
                 process.terminate()
-        self.said = (self.folder / "said").read_text()
+        self.message = (self.folder / "message").read_text()
         return self
 
     @staticmethod
@@ -177,9 +177,9 @@ def drawn(seed: int, seconds: float) -> tuple[int, bool, list[tuple[int, float]]
 
 def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tuple[int, int]:
     """Check the guarantees of the guide; return the numbers of repeated steps and samples."""
-    assert run.code == 0, run.said
+    assert run.code == 0, run.message
     ends = run.ends()
-    assert sorted({*range(run.num_ranks)} - {*run.killed}) == sorted(ends), run.said
+    assert sorted({*range(run.num_ranks)} - {*run.killed}) == sorted(ends), run.message
     assert len({*ends.values()}) == 1, "replicas must be identical"
     records = run.records()
     assert records[-1]["event"] == "finished"
@@ -256,7 +256,7 @@ def test_a_run_survives_a_death_at_the_end_of_training(tmp_path, moment):
         dies = (rank, place, str(nth(len(reference))))
         run = Run(tmp_path / rank, num_ranks=3, reproducible=False, dies=dies).carry_out([])
         check(run, reference, None)
-        assert "INTERNAL ASSERT" not in run.said  # an assertion of torch at the exit of Python
+        assert "INTERNAL ASSERT" not in run.message  # an assertion of torch at the exit of Python
 
 
 @pytest.mark.limit(240)
@@ -265,6 +265,8 @@ def test_a_run_survives_a_death_at_the_end_of_training(tmp_path, moment):
 def test_a_death_outside_of_training_ends_all_ranks_and_keeps_results(tmp_path, moment, rank):
     dies = (rank, ENDS_ALL[moment], "1")
     run = Run(tmp_path / "run", num_ranks=3, reproducible=False, dies=dies).carry_out([])
-    assert run.code == RANK_LOST, run.said
-    assert "died" in run.said
-    assert ("test accuracy " in run.said) == run.is_finished() == (moment == "farewell"), run.said
+    assert run.code == RANK_LOST, run.message
+    assert "died" in run.message
+    assert ("test accuracy " in run.message) == run.is_finished() == (moment == "farewell"), (
+        run.message
+    )

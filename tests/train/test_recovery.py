@@ -67,12 +67,12 @@ def test_a_reproducible_run_that_loses_ranks_has_the_same_bits(tmp_path, whole):
 
     Then rank 0 dies, which is the last rank of its node, and rank 2 leads the run.
     """
-    lost, said = trained(tmp_path, "lost", *REPRODUCIBLE[:1], kills="1:1 0:20")
+    lost, message = trained(tmp_path, "lost", *REPRODUCIBLE[:1], kills="1:1 0:20")
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
     assert sizes(lost) == [3, 2]  # without a finished step it began again
-    assert "rank 1 of 4 died; the 3 survivors continue" in said
-    assert "rank 0 of 3 died; the 2 survivors continue" in said
+    assert "rank 1 of 4 died; the 3 survivors continue" in message
+    assert "rank 0 of 3 died; the 2 survivors continue" in message
 
 
 def sizes(records):
@@ -82,11 +82,11 @@ def sizes(records):
 @pytest.mark.conformance
 def test_spares_keep_the_size_and_the_bits_of_a_run(tmp_path, whole):
     """Rank 1 and then rank 0 die; there is one spare."""
-    lost, said = trained(tmp_path, "lost", *REPRODUCIBLE, kills="1:10 0:20", spares=1)
+    lost, message = trained(tmp_path, "lost", *REPRODUCIBLE, kills="1:10 0:20", spares=1)
     assert lost[-1]["event"] == whole[-1]["event"] == "finished"
     assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
     assert sizes(lost) == [4, 4, 3]
-    assert "rank 1 of 4 died; the 3 survivors continue, with 1 of the spares" in said
+    assert "rank 1 of 4 died; the 3 survivors continue, with 1 of the spares" in message
 
 
 WITH_SPARE = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--recover", "--spares", "1"]
@@ -115,9 +115,9 @@ def test_an_idle_spare_uses_no_cpu_and_its_death_does_not_affect_the_run(tmp_pat
         [*WITH_SPARE, "--", sys.executable, "-c", SLOW.format(2 if dies else 4)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=(tmp_path / "said").open("wb"),
+        stderr=(tmp_path / "message").open("wb"),
     ) as launch:
-        output = tmp_path / "said"
+        output = tmp_path / "message"
         assert wait_until(lambda: b"all ranks have started" in output.read_bytes(), 90)
         spare = spare_of(launch)
         if dies:
@@ -127,10 +127,10 @@ def test_an_idle_spare_uses_no_cpu_and_its_death_does_not_affect_the_run(tmp_pat
             time.sleep(2)
             assert cpu_s(spare) - before < 0.05 * 2
         out = launch.communicate(timeout=100)[0]
-    said = (tmp_path / "said").read_text()
-    assert launch.returncode == 0, said
+    message = (tmp_path / "message").read_text()
+    assert launch.returncode == 0, message
     assert out.split() == [b"2", b"2"]
-    assert ("a spare rank died before it was needed" in said) == dies
+    assert ("a spare rank died before it was needed" in message) == dies
 
 
 def test_spares_end_with_the_last_rank(tmp_path):

@@ -201,8 +201,8 @@ def test_records_lost_in_a_power_failure_do_not_prevent_a_resume(
     here.comm.barrier()
     assert isinstance(job.part(), Outcome)
     here.comm.barrier()
-    told = "lines of" in caplog.text and "are not records" in caplog.text
-    assert told == (here.comm.rank == 0 and where != "half is lost")
+    message = "lines of" in caplog.text and "are not records" in caplog.text
+    assert message == (here.comm.rank == 0 and where != "half is lost")
     if where != "half is lost":
         found = [record["step"] for record in read(job.directory.metrics) if "step" in record]
         assert len(set(steps) - set(found)) == 1
@@ -266,11 +266,11 @@ def test_force_concerns_jobs_and_changed_concerns_configurations(tmp_path, monke
     finally:
         lease.release()
         hpctrain.shutdown()
-    told = capsys.readouterr().out
-    assert "changed: train.epochs was 3, is 1" in told
-    assert "there is no checkpoint yet: the run starts again from step 0" in told
-    assert "changed: train.epochs was 1, is 3" in told
-    assert "part 2 of the run: the previous part finished" in told
+    message = capsys.readouterr().out
+    assert "changed: train.epochs was 3, is 1" in message
+    assert "there is no checkpoint yet: the run starts again from step 0" in message
+    assert "changed: train.epochs was 1, is 3" in message
+    assert "part 2 of the run: the previous part finished" in message
     assert max(record["epoch"] for record in read(directory.metrics) if "epoch" in record) == 3
 
 
@@ -308,7 +308,7 @@ def test_a_stopped_job_exits_with_85_and_resumes_on_another_number_of_ranks(
     monkeypatch.chdir(tmp_path)
     whole = load_config(Path("small.toml"), ["output_dir=whole"])
     again = load_config(Path("small.toml"))
-    told = []
+    message = []
     try:
         for config, how in (
             (whole, RunOptions()),
@@ -316,14 +316,14 @@ def test_a_stopped_job_exits_with_85_and_resumes_on_another_number_of_ranks(
             (again, RunOptions(resume=True)),
         ):
             assert run(config, {}, how) == 0
-            told.append(capsys.readouterr().out)
+            message.append(capsys.readouterr().out)
     finally:
         hpctrain.shutdown()
-    assert "continuing after step 6 of 12" in told[1]
-    assert "the checkpoint is of 2 ranks, this run has 1" in told[1]
-    lines = told[2].splitlines()
+    assert "continuing after step 6 of 12" in message[1]
+    assert "the checkpoint is of 2 ranks, this run has 1" in message[1]
+    lines = message[2].splitlines()
     assert lines[0] == "the run in runs/small is finished, there is nothing to resume"
-    assert lines[1] == told[1].splitlines()[-1]
+    assert lines[1] == message[1].splitlines()[-1]
     curves = [
         [record["loss"] for record in read(path) if record["event"] in ("step", "test")]
         for path in (Path("runs/small/metrics.jsonl"), Path("whole/metrics.jsonl"))

@@ -92,9 +92,9 @@ def test_a_dry_run_succeeds_and_used_or_unwritable_directories_are_rejected(
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     try:
         assert run(load(Path("small.toml")), {}, RunOptions(dry_run=True)) == 0
-        told = capsys.readouterr().out
+        message = capsys.readouterr().out
         for text in ("83 parameters", "8 steps, 2 epochs", "network adapters", "one rank"):
-            assert text in told
+            assert text in message
         assert not (folder / "runs").exists()
         (folder / "file").touch()
         with pytest.raises(ConfigError, match=r"the run directory .*/file/out cannot be written"):
@@ -166,10 +166,10 @@ def test_an_error_of_one_rank_ends_all_and_is_recorded(folder):
     assert "ValueError: no luck on this rank" in done.stderr
     log = file_in(folder / "runs/small/log", 1)
     assert "ValueError: no luck on this rank" in log.read_text()
-    told = CliRunner().invoke(app, ["status", str(folder / "runs/small")])
-    assert told.exit_code == 1
-    assert "failed after step 2: rank 1: " in told.output
-    assert "no luck on this rank" in told.output
+    message = CliRunner().invoke(app, ["status", str(folder / "runs/small")])
+    assert message.exit_code == 1
+    assert "failed after step 2: rank 1: " in message.output
+    assert "no luck on this rank" in message.output
     table = CliRunner().invoke(app, ["runs", str(folder / "runs")]).output.split()
     assert "failed" in table
     done = train(folder, num_ranks=2)

@@ -155,7 +155,7 @@ FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be f
 
 
 @pytest.mark.parametrize(
-    ("records", "state", "code", "told"),
+    ("records", "state", "code", "output"),
     [
         ([STARTED, STEP, FINISHED], "finished", 0, "finished: test accuracy 0.7500"),
         ([FINISHED | {"metric": float("nan")}], "finished", 0, "test accuracy nan"),
@@ -168,13 +168,13 @@ FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be f
         ([], "killed", 5, "before its first step"),
     ],
 )
-def test_the_last_record_determines_the_status_of_a_run(tmp_path, records, state, code, told):
+def test_the_last_record_determines_the_status_of_a_run(tmp_path, records, state, code, output):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         for record in records:
             metrics.write(**record)
     found = status(tmp_path)
     assert (found.state, found.code) == (state, code)
-    assert told in found.what
+    assert output in found.what
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (code, f"{found.what}\n")
 

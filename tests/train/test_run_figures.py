@@ -162,8 +162,8 @@ def test_a_long_run_is_reduced_to_the_points_of_a_screen(tmp_path):
 
 def test_the_plot_has_run_ranks_metric_rate_and_resumes(tmp_path):
     path = write_run(tmp_path / "a", settings="[optimizer]\nlr = 0.25", resumed=3)
-    told = hpctrain("plot", path, "--out", tmp_path / "a.svg")
-    assert told.strip() == str(tmp_path / "a.svg")
+    message = hpctrain("plot", path, "--out", tmp_path / "a.svg")
+    assert message.strip() == str(tmp_path / "a.svg")
     shown = (tmp_path / "a.svg").read_text()  # the SVG has each text as a comment
     for text in (
         "<!-- a (small) -->",
@@ -198,17 +198,17 @@ def test_impossible_plots_raise_errors_with_a_remedy(tmp_path, monkeypatch):
 
 def test_a_run_without_a_step_record_is_named(tmp_path):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", losses=())]
-    told = hpctrain("report", *paths, "--out", tmp_path / "both.html")
-    assert told.count("has no record of a step yet") == 1
-    assert f"{paths[1]} has no record" in told
+    message = hpctrain("report", *paths, "--out", tmp_path / "both.html")
+    assert message.count("has no record of a step yet") == 1
+    assert f"{paths[1]} has no record" in message
 
 
 def test_a_report_has_all_differences_and_escapes_names(tmp_path):
     odd = HOSTILE.removesuffix("\ud800")
     one = write_run(tmp_path / "one", settings=f"[optimizer]\nargs = {{ x = {dumps(odd)} }}")
     two = write_run(tmp_path / "two", settings="[optimizer]\nargs = { x = 1 }", resumed=2)
-    told = hpctrain("report", one, two, "--out", tmp_path / "page.html")
-    assert told.strip() == str(tmp_path / "page.html")
+    message = hpctrain("report", one, two, "--out", tmp_path / "page.html")
+    assert message.strip() == str(tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text())
     assert [[cell for cell, _ in row] for row in page.rows("configuration")] == [
         ["optimizer.args.x", odd, "1"]
@@ -227,11 +227,11 @@ def test_a_report_has_all_differences_and_escapes_names(tmp_path):
 
 def test_a_comparison_has_all_differences_and_exits_with_0(tmp_path):
     paths = [write_run(tmp_path / name, settings=f"seed = {n}") for n, name in enumerate("ab")]
-    told = [line.split() for line in hpctrain("compare", *paths).splitlines()]
-    assert ["seed", "0", "1"] in told
-    assert ["test", "accuracy", "0.9000", "0.9000"] in told
-    assert ["environment:", "the", "same"] in told
-    assert "name" not in {line[0] for line in told if line}
+    message = [line.split() for line in hpctrain("compare", *paths).splitlines()]
+    assert ["seed", "0", "1"] in message
+    assert ["test", "accuracy", "0.9000", "0.9000"] in message
+    assert ["environment:", "the", "same"] in message
+    assert "name" not in {line[0] for line in message if line}
     result = CliRunner().invoke(app, ["compare", str(paths[0])])
     assert "two runs or more" in str(result.exception)
 

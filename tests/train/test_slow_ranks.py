@@ -12,7 +12,7 @@ def times(*work_s, input_s=0.0):
     }
 
 
-def told(*records, hosts=()):
+def output(*records, hosts=()):
     found = SlowRanks(dict(enumerate(hosts)))
     return [found.see(record) for record in records], found
 
@@ -21,7 +21,7 @@ EVEN, LATE = times(0.1, 0.1, 0.1), times(0.1, 0.1, 0.2)
 
 
 def test_a_persistently_slow_rank_is_reported_once_with_its_host_and_once_when_it_recovers():
-    lines, found = told(*[LATE] * 7, *[EVEN] * RECENT, *[LATE] * 5, hosts=("a", "a", "b"))
+    lines, found = output(*[LATE] * 7, *[EVEN] * RECENT, *[LATE] * 5, hosts=("a", "a", "b"))
     assert [bool(some) for some in lines] == [False] * 4 + [True] + [False] * 11 + [True] + [
         False
     ] * 4 + [True]
@@ -33,7 +33,7 @@ def test_a_persistently_slow_rank_is_reported_once_with_its_host_and_once_when_i
 
 
 def test_an_occasionally_slow_rank_is_temporary_and_not_reported():
-    lines, found = told(LATE, EVEN, EVEN, LATE, EVEN)
+    lines, found = output(LATE, EVEN, EVEN, LATE, EVEN)
     assert lines == [[]] * 5
     assert found.counts(3) == [0, 0, 2]
     assert [verdict(count) for count in (0, 1, 4, 5, 10)] == [
@@ -49,11 +49,11 @@ def test_an_occasionally_slow_rank_is_temporary_and_not_reported():
     ids=["a tenth longer", "milliseconds", "alone", "both"],
 )
 def test_a_little_more_work_is_not_slow(record):
-    _, found = told(*[record] * RECENT)
+    _, found = output(*[record] * RECENT)
     assert found.counts(3) == [0, 0, 0]
 
 
 def test_waiting_for_input_counts_as_slow_and_waiting_for_ranks_does_not():
     waiting = {**times(0.1, 0.1, 0.1, input_s=0.05), "communication_s": [0.3, 0.0, 0.3]}
-    _, found = told(waiting)
+    _, found = output(waiting)
     assert found.counts(3) == [0, 1, 0]

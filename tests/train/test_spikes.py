@@ -26,7 +26,7 @@ SPIKED = [
 ANY, TWO = pytest.mark.ranks(1, 3), pytest.mark.ranks(2)
 
 
-def told(job: Job, event: str) -> list[dict]:
+def output(job: Job, event: str) -> list[dict]:
     job.here.comm.barrier()
     return [r for r in read(job.directory.metrics) if r["event"] == event]
 
@@ -41,7 +41,7 @@ def same_as_before(job: Job) -> set[int]:
 def test_all_ranks_skip_a_spike_and_report_its_samples(here, configure, shared, overrides, caplog):
     job = Job(here, configure, shared / "run", *SPIKED, "train.on_spike=skip", *overrides)
     assert isinstance(job.part(), Outcome)
-    spikes = told(job, "spike")
+    spikes = output(job, "spike")
     assert [r["step"] for r in spikes] == [5, 8]  # batches are the same on any number of ranks
     assert same_as_before(job) == {5, 8}
     for record in spikes:
@@ -50,10 +50,10 @@ def test_all_ranks_skip_a_spike_and_report_its_samples(here, configure, shared, 
         batch = sorted(sample for r in record["ranks"] for sample in r["samples"])
         assert 48 in batch
         assert len(set(batch)) == len(batch) == 9
-    lines = [r["step"] for r in told(job, "step") if r.get("skipped") == 1]
+    lines = [r["step"] for r in output(job, "step") if r.get("skipped") == 1]
     assert lines == [5, 8]
-    said = "step 8 (epoch 2): loss "
-    assert caplog.text.count(said) == (here.comm.rank == 0)
+    message = "step 8 (epoch 2): loss "
+    assert caplog.text.count(message) == (here.comm.rank == 0)
 
 
 @ANY
@@ -62,7 +62,7 @@ def test_a_falling_loss_has_no_spikes(here, configure, shared):
     plain = ["model.target=tests.train.problem:model", "model.args={}"]
     job.config = configure(*job.overrides, *plain)
     assert isinstance(job.part(), Outcome)
-    assert told(job, "spike") == []
+    assert output(job, "spike") == []
 
 
 BACK = {
@@ -87,7 +87,7 @@ def test_all_ranks_roll_back_to_a_snapshot(here, configure, shared, how):
     task.optimizer.register_step_pre_hook(lambda *_: drawn.append(torch.get_rng_state()))
     assert isinstance(job.part(task=task), Outcome)
     event = "not_finite" if how == "gradient" else "spike"
-    found = told(job, event)
+    found = output(job, event)
     assert [(r["step"], r["action"], r["skipped"]) for r in found] == [
         (5, "rollback", 2),  # steps 4 and 5, because the snapshot was taken before step 4
         (8, "rollback", 2),
@@ -97,7 +97,7 @@ def test_all_ranks_roll_back_to_a_snapshot(here, configure, shared, how):
     assert left[8] == left[6]
     assert left[6] != left[4]
     assert len({*left}) == len(left) - 2
-    finished = told(job, "finished")[0]
+    finished = output(job, "finished")[0]
     assert finished["skipped"] == 4
     assert int(job.final()["model"]["network.0.num_batches_tracked"]) == 8
     assert how == "gradient" or task.model.passes.item() == 8
@@ -116,7 +116,7 @@ def test_the_rate_is_lowered_at_once_and_rises_again(here, configure, shared):
         lambda *_: taken.append(task.optimizer.param_groups[0]["lr"])
     )
     assert isinstance(job.part(task=task), Outcome)
-    spikes = told(job, "spike")
+    spikes = output(job, "spike")
     expected, since = [], 4
     for step in range(1, 25):
         since = 0 if step in {r["step"] for r in spikes} else since + 1
@@ -124,7 +124,7 @@ def test_the_rate_is_lowered_at_once_and_rises_again(here, configure, shared):
     assert spikes
     assert {r["action"] for r in spikes} == {"lower_rate"}
     assert taken == pytest.approx(expected)
-    assert [r["lr"] for r in told(job, "step")] == pytest.approx(expected)
+    assert [r["lr"] for r in output(job, "step")] == pytest.approx(expected)
 
 
 @TWO
@@ -138,7 +138,7 @@ def test_a_resumed_run_finds_the_same_spikes(here, configure, shared, how):
         if after:
             job.part(stop="SIGUSR1", after=after - (how == "skip"))
         job.part()
-    assert len(told(jobs[1], "spike")) > 1
+    assert len(output(jobs[1], "spike")) > 1
     assert_same_run(*jobs)
 
 

@@ -240,24 +240,24 @@ def test_optimizer_state_missing_on_a_rank_is_not_averaged(here, configure, shar
 def test_staged_sgd_gets_the_loss_of_each_epoch_also_after_a_resume(
     here, configure, shared, monkeypatch
 ):
-    told: list[float] = []
+    output: list[float] = []
     observe = StagedSGD.observe
     monkeypatch.setattr(
-        StagedSGD, "observe", lambda self, loss: (told.append(loss), observe(self, loss))
+        StagedSGD, "observe", lambda self, loss: (output.append(loss), observe(self, loss))
     )
     overrides = local("staged_sgd", "log.every_steps=6", "checkpoint.every=4")
     whole = Job(here, configure, shared / "whole", *overrides)
     whole.part()
-    of_whole = told.copy()
+    of_whole = output.copy()
     losses = [r["loss"] for r in read(whole.directory.metrics) if r["event"] == "step"]
     assert of_whole == pytest.approx(losses, rel=1e-14)
     assert len(of_whole) == 3
-    told.clear()
+    output.clear()
     parts = Job(here, configure, shared / "parts", *overrides)
     with suppress(KeyError):
         parts.part(after=5, fail=True)  # resumes from step 4, in the first epoch
     parts.part()
-    assert told == of_whole
+    assert output == of_whole
 
 
 def test_a_run_cannot_resume_with_another_method(here, configure):

@@ -132,7 +132,7 @@ def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
         folder.wait_for_step(1, first)
         holder = Holder.read(folder.run)
         with folder.job(*(("--resume", "--force") if is_forced else ())) as second:
-            said = second.stdout.readline()  # the first line shows that the second job has started
+            line = second.stdout.readline()  # the first line shows that the second job has started
             assert first.poll() is None
             time.sleep(random_.uniform(0, 2))
             if event == "is killed":
@@ -140,20 +140,22 @@ def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
             elif event == "stops":
                 first.send_signal(signal.SIGUSR1)
             before = time.monotonic()
-            said = f"{' '.join(said.split())} {output(second)}"
-            assert second.returncode == 0, said
+            printed = f"{' '.join(line.split())} {output(second)}"
+            assert second.returncode == 0, printed
             assert is_forced or time.monotonic() - before < scaled(60)
-        told = output(first)
+        message = output(first)
     folder.check_finished()
     if is_forced:
-        assert first.returncode == 2, told
-        assert len(re.findall(r"process \d+ on .* has taken the lease", told)) == 1
-        assert "Traceback" not in told
-        assert re.search(rf"--force takes .*process {holder.pid} on .* are lost: its last", said)
+        assert first.returncode == 2, message
+        assert len(re.findall(r"process \d+ on .* has taken the lease", message)) == 1
+        assert "Traceback" not in message
+        assert re.search(
+            rf"--force takes .*process {holder.pid} on .* are lost: its last", printed
+        )
     elif event == "is killed":
-        assert first.returncode == -signal.SIGKILL, told
+        assert first.returncode == -signal.SIGKILL, message
     else:  # no work of the first job is lost
-        assert first.returncode == (STOPPED if event == "stops" else 0), told
+        assert first.returncode == (STOPPED if event == "stops" else 0), message
         ends = [record["ended_by"] for record in folder.records("resumed")]
         assert ends == (["SIGUSR1"] if event == "stops" else [])
 
@@ -184,9 +186,9 @@ def test_a_second_job_waits_and_then_fails_with_the_name_of_the_first(tmp_path):
         holder = Holder.read(folder.run)
         assert f"process {holder.pid}" in status(folder.run).what
         with folder.job() as second:
-            said = output(second)
+            printed = output(second)
         assert second.returncode == 2
-        assert f"{holder.describe()} still writes to it after 6" in said
+        assert f"{holder.describe()} still writes to it after 6" in printed
         first.send_signal(signal.SIGUSR1)
         assert first.wait(60) == STOPPED
     folder.check_whole()
@@ -210,6 +212,6 @@ def test_a_second_job_takes_over_after_the_kill_of_a_job_in_another_namespace(tm
                 lambda _: not folder.records("resumed"), iter(lambda: time.sleep(0.1), 1)
             )
             assert all(time.monotonic() - killed < scaled(60) for _ in resumed)
-            said = output(second)
-    assert second.returncode == 0, said
+            printed = output(second)
+    assert second.returncode == 0, printed
     folder.check_finished()

@@ -48,11 +48,11 @@ class NcclBucket(DeviceBucket):
         with self._device.on(self._nccl.stream):
             scale_(self.flat, factor)
 
-    def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Call ``meet``; then queue the sum over the ranks, times ``scale``. Collective."""
+    def reduce(self, check_call: Callable[[], object], scale: float | None) -> None:
+        """Call ``check_call``; then queue the sum over the ranks, times ``scale``. Collective."""
         stream = self._nccl.stream
         early, late = scaled_when(scale, self._how)
-        meet()
+        check_call()
         stream.wait_event(self._full)
         with self._device.on(stream):
             if self.flat.numel():

@@ -61,10 +61,10 @@ class PeerBucket(DeviceBucket):
             scale_(self.flat, factor)
         self._full.record(up)
 
-    def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Call ``meet``; then queue the sum over the ranks, times ``scale``. Collective."""
+    def reduce(self, check_call: Callable[[], object], scale: float | None) -> None:
+        """Call ``check_call``; then queue the sum over the ranks, times ``scale``. Collective."""
         up, on = self._device.up, self._device.on
-        meet()  # all ranks of the node have recorded their full events
+        check_call()  # all ranks of the node have recorded their full events
         for full in self._fulls:
             up.wait_event(full)
         with on(up):

@@ -93,7 +93,7 @@ class SharedMemory:
         self.require_usable()
         self.waits.wait()
 
-    def meet(self, call: Call, *, of_node: bool = False) -> None:
+    def check_call(self, call: Call, *, of_node: bool = False) -> None:
         """Begin ``call``, then wait until all ranks of the node have begun the same call."""
         self.begin(call)
         self.await_others(call, of_node=of_node)
@@ -166,7 +166,7 @@ class SharedMemory:
             self._finish(code, call)
             self.switch_slots(2 * bucket.flat.nbytes)
             return
-        self.meet(call)
+        self.check_call(call)
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)

@@ -19,7 +19,7 @@ from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup
 from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
 from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.process_group.work import Message
-from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
+from hpctrain.comm.tensor_arguments import copy_back, flat_of, name_of
 from hpctrain.comm.tensor_bucket import PackedTensors
 
 if TYPE_CHECKING:
@@ -444,7 +444,7 @@ def _waited(tensor: Any) -> Tensor:
 
 
 def _put_back(values: Tensor, tensor: Tensor) -> None:
-    put_back(values, tensor.data)
+    copy_back(values, tensor.data)
 
 
 def _transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":

@@ -51,7 +51,9 @@ class LevelTransfers(Transfers):
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
         """Copy ``mine`` of each rank r to ``outs[r]``: over the rail, then in the node."""
-        self._levels.meet(f"all_gather of {[out.numel() for out in outs]} {name_of(mine.dtype)}")
+        self._levels.check_call(
+            f"all_gather of {[out.numel() for out in outs]} {name_of(mine.dtype)}"
+        )
         outs[self.rank].copy_(mine)
         for dest, source in self._partners():
             self._levels.wire.exchange(mine, dest, outs[source], source)
@@ -65,7 +67,7 @@ class LevelTransfers(Transfers):
     ) -> None:
         """Reduce ``parts[r]`` to ``out`` of rank r: in the node, then over the rail."""
         numels = [part.numel() for part in parts]
-        self._levels.meet(f"reduce_scatter of {numels} {name_of(out.dtype)}")
+        self._levels.check_call(f"reduce_scatter of {numels} {name_of(out.dtype)}")
         sums = []
         for ranks in self._nodes:
             of_node = [parts[rank] for rank in ranks]
@@ -85,7 +87,9 @@ class LevelTransfers(Transfers):
 
     def broadcast(self, values: Tensor, root: int) -> None:
         """Send ``values`` of rank ``root`` along a tree of nodes, then inside each node."""
-        self._levels.meet(f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}")
+        self._levels.check_call(
+            f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}"
+        )
         node = next(number for number, ranks in enumerate(self._nodes) if root in ranks)
         local = list(self._nodes[node]).index(root)
         if local == self._local:

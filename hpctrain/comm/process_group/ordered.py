@@ -243,7 +243,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _meet(self, call: str) -> None:
         """Wait until all ranks have begun the same ``call``; raise if the calls differ."""
         if self.comm.size > 1:
-            cast("MpiCommunicator", self.comm).meet(call)
+            cast("MpiCommunicator", self.comm).check_call(call)
 
     def _refuse(self, reason: str) -> NoReturn:
         """Raise on all ranks: ``MismatchError`` on ranks that have begun a different call."""

@@ -74,7 +74,7 @@ def resolve(name: str, where: str) -> Any:
     """
     make_importable(Path.cwd())
     return target.resolve(
-        name, where, way_out="go to its folder, or install it", error_type=DataError
+        name, where, remedy="go to its folder, or install it", error_type=DataError
     )
 
 

@@ -254,9 +254,9 @@ class SlurmCluster:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with all processes that it has started
-            said = "".join(process.communicate())
+            message = "".join(process.communicate())
             raise TimeoutError(
-                f"`{shlex.join(command[3:])}` took more than {timeout_s:g} s; it printed:\n{said}"
+                f"`{shlex.join(command[3:])}` took more than {timeout_s:g} s; output:\n{message}"
             ) from None
         if check and process.returncode:
             raise RuntimeError(
@@ -317,9 +317,9 @@ class SlurmCluster:
         self._wait_until_up()
 
     def _wait_until_up(self, resume: str = "") -> None:
-        give_up = time.monotonic() + UP_S
+        deadline = time.monotonic() + UP_S
         while down := self._out_of_service():
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"nodes do not come up: {down}; {self._daemons.last_words()}")
             if resume in down:  # a node that was set down must be resumed
                 self.run(["scontrol", "update", f"nodename={resume}", "state=resume"], check=False)

@@ -92,9 +92,9 @@ class Job:
 
     def _wait(self, states: frozenset[str], timeout_s: float) -> str:
         timeout_s = scaled(timeout_s)
-        give_up = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while (state := self.state()) not in states:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"job {self.id} is {state} after {timeout_s:g} s "
                     f"(reason {self.facts().get('Reason')}); it printed:\n{self.output()}"

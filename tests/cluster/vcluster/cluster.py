@@ -264,9 +264,9 @@ class VirtualCluster:
         Raises:
             TimeoutError: a process still exists after the kill.
         """
-        give_up = time.monotonic() + END_S
+        deadline = time.monotonic() + END_S
         while left := {*self.processes(), *self._hosts[LOGIN].processes()} - self._builders:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"processes {sorted(left)} are not gone after {END_S:g} s")
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):

@@ -103,10 +103,10 @@ class Host:
             start_new_session=True,  # Ctrl-C goes to the owner, which ends the host in order
         )
         assert process.stdout is not None
-        if (said := process.stdout.readline()) != "ready\n":
+        if (message := process.stdout.readline()) != "ready\n":
             process.kill()
-            said += process.communicate()[0]
-            raise RuntimeError(f"virtual host {name} does not start: {said.strip()}")
+            message += process.communicate()[0]
+            raise RuntimeError(f"virtual host {name} does not start: {message.strip()}")
         return cls(name, process)
 
     @property
@@ -215,9 +215,9 @@ class Link:
             text=True,
         )
         assert self._cable.stdout is not None
-        if (said := self._cable.stdout.readline()) != "ready\n":
-            said += self._cable.stdout.read()
-            raise RuntimeError(f"no cable with a latency: {said.strip()}")
+        if (message := self._cable.stdout.readline()) != "ready\n":
+            message += self._cable.stdout.read()
+            raise RuntimeError(f"no cable with a latency: {message.strip()}")
 
 
 def enter(pid: str, folder: str, argv: Sequence[str]) -> list[str]:

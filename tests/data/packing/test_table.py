@@ -137,10 +137,10 @@ def test_the_remedy_for_a_column_of_another_type_keeps_all_columns(tmp_path, pac
     (tmp_path / "t.csv").write_text("float,my class,text\n1,3,x\n2,4,y\nNaN,5,z\n")
     with pytest.raises(DataError, match="has 'NaN', which i8 cannot represent") as caught:
         packed(tmp_path / "t.csv")
-    said = str(caught.value)
+    message = str(caught.value)
     rest = "--field my_class='my class' --field text=text"
-    assert f"pack floats: --field float=float:f8 {rest}, or keep" in said
-    assert said.endswith(f"keep its text: --field float=float:text {rest}")
+    assert f"pack floats: --field float=float:f8 {rest}, or keep" in message
+    assert message.endswith(f"keep its text: --field float=float:text {rest}")
     fields = {"float": "float:f8", "my_class": "my class", "text": "text"}
     _, found = packed(tmp_path / "t.csv", fields=fields)
     assert np.array_equal(found["float"], [1, 2, np.nan], equal_nan=True)

@@ -128,9 +128,9 @@ def test_surviving_ranks_continue_in_place_after_random_deaths(tmp_path):
             continue
         folder.mkdir()
         nodes = ("--nodes", 2) if seed % 3 else ()
-        ends, said = launched(folder, kills, *nodes)
+        ends, message = launched(folder, kills, *nodes)
         check(ends)
-        assert "died; the" in said
+        assert "died; the" in message
         num_kills += len(kills) * (seed not in passed)
         note(seed, num_kills)
         if num_kills >= NUM_KILLS:
@@ -140,16 +140,16 @@ def test_surviving_ranks_continue_in_place_after_random_deaths(tmp_path):
 def test_ranks_may_die_while_survivors_create_the_next_world(tmp_path):
     """Rank 0 dies in the first attempt, a spare in the second; the other spare replaces a rank."""
     kills = [(1, 4, 0), (0, "remaking", 3000), (3, "remaking", 6000)]
-    ends, said = launched(tmp_path, kills, num_ranks=3, spares=2)
+    ends, message = launched(tmp_path, kills, num_ranks=3, spares=2)
     check(ends)
-    assert "ranks 0-1 of 3 died; the 1 survivors continue, with 1 of the spares" in said
+    assert "ranks 0-1 of 3 died; the 1 survivors continue, with 1 of the spares" in message
     assert ends[2]["sizes"] == [3, 2]
 
 
 def test_survivors_continue_after_the_loss_of_a_node_and_rank_0(tmp_path):
-    ends, said = launched(tmp_path, [(0, 4, 0), (1, 4, 0)], "--nodes", 2)
+    ends, message = launched(tmp_path, [(0, 4, 0), (1, 4, 0)], "--nodes", 2)
     check(ends)
-    assert "ranks 0-1 of 4 died; the 2 survivors continue" in said
+    assert "ranks 0-1 of 4 died; the 2 survivors continue" in message
     assert ends[2]["sizes"] == [4, 2]
 
 
@@ -188,11 +188,11 @@ EXITS = (  # MPI does not report an exit as a death
 
 
 @pytest.mark.parametrize(
-    ("code", "old", "new", "said"),
+    ("code", "old", "new", "message"),
     [SHARDED, RAISES, EXITS],
     ids=["sharded", "an error", "an exit code"],
 )
-def test_failures_without_recovery_end_all_ranks(tmp_path, monkeypatch, code, old, new, said):
+def test_failures_without_recovery_end_all_ranks(tmp_path, monkeypatch, code, old, new, message):
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "5")
     program = Path(recovering.__file__).read_text()
     assert old in program
@@ -201,5 +201,5 @@ def test_failures_without_recovery_end_all_ranks(tmp_path, monkeypatch, code, ol
     kills = json.dumps([(1, 2, 0)])
     done = ended([*line, "--", *preload.python(), tmp_path / "program.py", tmp_path, kills])
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert not list(tmp_path.glob("*.json"))

@@ -26,11 +26,11 @@ def test_spares_keep_size_and_bits_until_none_is_left(tmp_path):
     lost.mkdir()
     ends, _ = launched(whole, [], num_ranks=3, spares=1)
     assert sorted(ends) == [0, 1, 2]
-    ends, said = launched(lost, [(0, 4, 0), (1, 10, 0)], num_ranks=3, spares=1)
+    ends, message = launched(lost, [(0, 4, 0), (1, 10, 0)], num_ranks=3, spares=1)
     assert sorted(ends) == [2, 3]
     check(ends)
     assert ends[3]["sizes"] == [3, 3, 2]
-    assert "rank 0 of 3 died; the 2 survivors continue, with 1 of the spares" in said
+    assert "rank 0 of 3 died; the 2 survivors continue, with 1 of the spares" in message
     expected, found = saved(whole, 9, 3), saved(lost, 9, 3)
     assert {*expected} == {*found}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -41,12 +41,12 @@ def test_a_stopped_spare_blocks_no_rank(tmp_path):
     loss, end = tmp_path / "loss", tmp_path / "end"
     loss.mkdir()
     end.mkdir()
-    ends, said = launched(loss, [(2, "waiting", 3), (1, 4, 0)], num_ranks=2, spares=2)
+    ends, message = launched(loss, [(2, "waiting", 3), (1, 4, 0)], num_ranks=2, spares=2)
     check(ends)
-    assert "was stopped by a signal and is killed" in said
+    assert "was stopped by a signal and is killed" in message
     assert ends[0]["sizes"] == [2, 2]
-    _, said = launched(end, [(2, "waiting", 3)], num_ranks=2, spares=1)
-    assert "was stopped by a signal and is killed" in said
+    _, message = launched(end, [(2, "waiting", 3)], num_ranks=2, spares=1)
+    assert "was stopped by a signal and is killed" in message
 
 
 PROGRAM = """
@@ -87,8 +87,8 @@ def train(state):
         if state.step == 3 and number == 1:
             die()
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-        said = [int(os.environ[name]) for name in names]
-        assert said == [hvd.rank(), hvd.size()] * 2
+        numbers = [int(os.environ[name]) for name in names]
+        assert numbers == [hvd.rank(), hvd.size()] * 2
         hvd.barrier()
         state.commit()
 
@@ -97,33 +97,33 @@ AFTER
 """
 RULE = "with --spares only DistributedOptimizer may communicate before elastic.run"
 REFUSED = {
-    "a named operation": {"before": "if is_spare(): hvd.barrier()", "said": RULE},
+    "a named operation": {"before": "if is_spare(): hvd.barrier()", "message": RULE},
     "a call": {
         "before": "if is_spare(): hvd.current().comm.barrier()",
-        "said": "ranks must make the same calls",
+        "message": "ranks must make the same calls",
     },
     "twice": {
         "before": "number = 0",
         "after": "train(elastic.ObjectState(step=0))",
-        "said": "omit --spares; got barrier",
+        "message": "omit --spares; got barrier",
     },
     "process sets": {
         "before": "hvd.init(process_sets=[hvd.ProcessSet([0])])",
-        "said": "add_process_set",
+        "message": "add_process_set",
     },
     "no state": {
         "before": "if is_spare(): Path('here').touch(); time.sleep(1)",
         "inside": "number or threading.Thread(target=wait_and_die, daemon=True).start()",
-        "said": "all ranks that had it are lost, and only 1 spares remain",
+        "message": "all ranks that had it are lost, and only 1 spares remain",
     },
     "a model that it has not": {
         "before": "elastic.ObjectState = elastic.TorchState",
         "inside": "state.model = torch.nn.Linear(1, 1)",
-        "said": "must be passed to the constructor of the state, but model was set later",
+        "message": "must be passed to the constructor of the state, but model was set later",
     },
     "a call of mpi4py": {
         "inside": "check_mpi()",
-        "said": "if is_spare(): MPI.COMM_WORLD.barrier()",
+        "message": "if is_spare(): MPI.COMM_WORLD.barrier()",
     },
 }
 
@@ -145,5 +145,5 @@ def test_unsupported_use_of_spares_ends_all_ranks(tmp_path, what):
     python = [sys.executable] if what == "a named operation" else preload.python()
     done = ended([*line, "--", *python, file], timeout=60, cwd=tmp_path)
     assert done.returncode not in (0, 124), done.stderr
-    assert REFUSED[what]["said"] in done.stderr
+    assert REFUSED[what]["message"] in done.stderr
     assert "all ranks have finished" not in done.stderr

@@ -47,17 +47,17 @@ def test_a_program_has_the_same_environment_as_under_python(words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "ending", "said"),
+    ("code", "ending", "message"),
     [
         ("import sys; sys.exit('in words')", 1, "in words"),
         ("raise KeyboardInterrupt", -2, "KeyboardInterrupt"),
     ],
 )
-def test_a_program_ends_as_it_does_under_python(code, ending, said, tmp_path):
+def test_a_program_ends_as_it_does_under_python(code, ending, message, tmp_path):
     (tmp_path / "script.py").write_text(code)
     done = run("script.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (ending, "")
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_the_sites_sitecustomize_runs_too_and_other_interpreters_are_unchanged(tmp_path):
@@ -91,5 +91,5 @@ def test_child_processes_use_the_shim(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
     done = run("script.py", "--epochs", cwd=tmp_path)
     found = f"('{VERSION}', ['--epochs'])"
-    said = [*(f"{method} {found}" for method in ("fork", "spawn", "forkserver")), VERSION]
-    assert (done.stdout.splitlines(), done.stderr) == (said, "")
+    message = [*(f"{method} {found}" for method in ("fork", "spawn", "forkserver")), VERSION]
+    assert (done.stdout.splitlines(), done.stderr) == (message, "")
