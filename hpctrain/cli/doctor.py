@@ -115,7 +115,9 @@ def _lint(script: Path, site: str | None) -> list[Finding]:
     return [each for each in found if each.level != "ok"] or found
 
 
-def _examine(directories: Sequence[Path], site: sites.Site | None) -> tuple[list[Finding], bool]:
+def _examine(
+    directories: Sequence[Path], site: sites.SiteProfile | None
+) -> tuple[list[Finding], bool]:
     """Return the findings, and True if this process prints the findings."""
     found = launched()
     if found is None:
@@ -130,7 +132,7 @@ def _examine(directories: Sequence[Path], site: sites.Site | None) -> tuple[list
     return [*findings, *_of_site(facts, site)], found.rank == 0
 
 
-def _of_site(facts: Facts, site: sites.Site | None) -> list[Finding]:
+def _of_site(facts: Facts, site: sites.SiteProfile | None) -> list[Finding]:
     return named("site", gpu_network.check_site(facts, site))
 
 

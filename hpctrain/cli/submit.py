@@ -210,7 +210,7 @@ class SubmitOptions:
     def settings(self, job: JobOptions, words: Sequence[str]) -> "BatchSettings":
         """Return the settings of the batch script."""
         extra, overrides = (*self._site_options(), *(self.extra or ())), self.overrides or ()
-        site, node = self.profile or sites.Site(), self._site_node()
+        site, node = self.profile or sites.SiteProfile(), self._site_node()
         gpus = self.gpus or min(node.gpus, self.tasks or node.gpus) or None
         tasks, cpus, mem = self.tasks or gpus, self.cpus, self.mem
         is_given = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
@@ -246,7 +246,7 @@ class SubmitOptions:
         )
 
     @cached_property
-    def profile(self) -> sites.Site | None:
+    def profile(self) -> sites.SiteProfile | None:
         """Profile of the site, or None if it is unknown."""
         return sites.find(self.site)
 

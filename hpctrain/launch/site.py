@@ -1,4 +1,4 @@
-"""Site profiles: facts that a computing centre documents about a machine, as TOML files."""
+"""SiteProfile profiles: facts that a computing centre documents about a machine, as TOML files."""
 
 import fnmatch
 import os
@@ -59,7 +59,7 @@ class SiteJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
+class SiteProfile:
     """Profile of a machine."""
 
     name: str = ""
@@ -114,7 +114,7 @@ def text(name: str) -> str:
 
 def find(
     name: str | None = None, environ: Mapping[str, str] = os.environ, host: str | None = None
-) -> Site | None:
+) -> SiteProfile | None:
     """Return the profile of a name or file, or by default the profile of this machine.
 
     Without a name, the file ``slurm/site.toml`` has priority over recognized machines. The result
@@ -136,15 +136,15 @@ def find(
     return next((each for each in sites if each.matches(environ, host)), None)
 
 
-def parse(toml: str, origin: str) -> Site:
+def parse(toml: str, origin: str) -> SiteProfile:
     """Return the profile in a TOML text. ``origin`` names the text in errors."""
     try:
-        return _record(Site, tomllib.loads(toml), origin)
+        return _record(SiteProfile, tomllib.loads(toml), origin)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"a site profile must be TOML, but {origin} is not: {error}") from None
 
 
-def _read_file(path: Path) -> Site:
+def _read_file(path: Path) -> SiteProfile:
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

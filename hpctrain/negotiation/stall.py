@@ -57,7 +57,7 @@ class Question(NamedTuple):
         return self._replace(ages_s=ages_s)
 
 
-class Place(NamedTuple):
+class RankActivity(NamedTuple):
     """Activity of a rank that lacks an operation."""
 
     last: str  # last collective of the rank
@@ -74,7 +74,7 @@ class Answers:
     waiting: dict[str, int]
     """Ranks that have submitted an operation and wait for it, by name."""
     lacking: dict[str, int]  # ranks that have not submitted an operation, by name
-    places: dict[Place, tuple[int, float]]
+    places: dict[RankActivity, tuple[int, float]]
     """Ranks at each of the first ``MAX_LINES`` places, and the age of their last collective in
     seconds, or -1 without one."""
     elsewhere: int = 0  # ranks at further places
@@ -176,7 +176,7 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: int) -> 
     return lines
 
 
-def _activity(place: Place, ago_s: float, where: str) -> list[str]:
+def _activity(place: RankActivity, ago_s: float, where: str) -> list[str]:
     """Return the lines about the ranks at one place."""
     text = f"  {where}: last collective: {place.last}"
     if ago_s >= 0:
@@ -384,7 +384,7 @@ class StallWatch:
             ranks=own,
             waiting={name: own for name in names if name in oldest},
             lacking=lacking,
-            places={Place(last, others, main_stack()): (own, ago_s)} if lacking else {},
+            places={RankActivity(last, others, main_stack()): (own, ago_s)} if lacking else {},
         )
         until = now + self.answer_s
         self._inquiries[question.key] = Inquiry(question, until, answers, self.num_children)

@@ -10,7 +10,7 @@ from hpctrain.doctor.checks import gpu_network as checks
 from hpctrain.doctor.checks.facts import Adapter, DirectoryFacts
 from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts, GpuPlace, StripeFacts
 from hpctrain.doctor.checks.table import examine
-from hpctrain.doctor.host import gpu_network as host
+from hpctrain.doctor.host import gather_gpu_network as host
 from hpctrain.launch import site as sites
 from tests.doctor.healthy import BATCH, SLINGSHOT, SRUN, assert_judged, rows, with_
 

@@ -7,6 +7,7 @@ import pytest
 
 from hpctrain.checkpoint.format.manifest import (
     CheckpointManifest,
+    FileRecord,
     Record,
     StoredPart,
 )
@@ -19,7 +20,14 @@ from hpctrain.comm.control_channel.mailbox import tree_of
 from hpctrain.comm.plan.choice import choose_plan
 from hpctrain.comm.spares import workers_of
 from hpctrain.core.config import Settings
-from hpctrain.negotiation.stall import Answers, Inquiry, Place, Question, SetMember, describe
+from hpctrain.negotiation.stall import (
+    Answers,
+    Inquiry,
+    Question,
+    RankActivity,
+    SetMember,
+    describe,
+)
 from hpctrain.runtime.process_set_table import Wanted, wanted_by_all
 from tests.harness.growth import MAX_SLOPE, slope, slope_of
 from tests.scale.engines import node_lists
@@ -50,12 +58,12 @@ def division(size):
 
 
 def manifest_of(size):
-    rows = [Shard((size, 4), (rank, 0), (1, 4)) for rank in range(size)]
-    parts = [StoredPart(rank, shard, (rank,), rank // 16 * 16) for rank, shard in enumerate(rows)]
-    files = tuple(rank // 16 * 16 for rank in range(size))
-    record = Record("float32", (size, 4), tuple(parts))
+    files = tuple(
+        FileRecord((range(first, first + 16),), (), 0, first) for first in range(0, size, 16)
+    )
+    record = Record("float32", (size, 4), files=(0, files[-1].first_rank))
     return CheckpointManifest(
-        step=1, world=size, files=files, facts={}, skeleton=None, tensors={"w": record}, private={}
+        step=1, world=size, files=files, facts={}, skeleton=None, tensors={"w": record}
     )
 
 
@@ -68,12 +76,15 @@ def parsed_manifest(size):
 
 
 def parts_to_read(size):
-    return partial(_by_file, [(manifest_of(size).tensors, {})], size // 2)
+    rows = [Shard((size, 4), (rank, 0), (1, 4)) for rank in range(size)]
+    parts = [StoredPart(rank, shard, (rank,), rank // 16 * 16) for rank, shard in enumerate(rows)]
+    record = Record("float32", (size, 4), tuple(parts))
+    return partial(_by_file, [({"w": record}, {})], size // 2)
 
 
 def stall_report(size):
     every, names = (1 << size) - 1, {"loss": 30.0}
-    places = {Place("none", (), "main"): (1 << 5, 1.0)}
+    places = {RankActivity("none", (), "main"): (1 << 5, 1.0)}
     answers = Answers((0, 1), every, {"loss": every & ~(1 << 5)}, {"loss": 1 << 5}, places)
     members = [SetMember(rank, f"node{rank // 16}") for rank in range(size)]
     return partial(describe, Inquiry(Question((0, 1), names, False), 0.0, answers, 0), members)

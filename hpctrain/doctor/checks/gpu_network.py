@@ -9,7 +9,7 @@ from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, format_bytes, format_numbers
 from hpctrain.doctor.checks.check import Found, error, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts
-from hpctrain.launch.site import Site
+from hpctrain.launch.site import SiteProfile
 
 LARGE_BYTES = 4 * GIB  # files of this size are read faster from several targets of Lustre
 HUGE_FRACTION = 0.05  # of the memory; less in huge pages is not reported
@@ -256,7 +256,7 @@ def check_stripes(facts: Facts) -> Found:
     ] or ok("no large files on one target")
 
 
-def check_site(facts: Facts, site: Site | None) -> Found:
+def check_site(facts: Facts, site: SiteProfile | None) -> Found:
     """Report differences between a node of a job and the profile of its site."""
     if site is None:
         return ok("unknown; hpctrain site list shows the profiles")

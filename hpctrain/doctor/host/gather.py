@@ -34,7 +34,7 @@ from hpctrain.doctor.checks.facts import (
 )
 from hpctrain.doctor.checks.gpus import named
 from hpctrain.doctor.checks.node import SHM
-from hpctrain.doctor.host import gpu_network
+from hpctrain.doctor.host import gather_gpu_network
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.launch.horovod_build import check_import
 from hpctrain.launch.pmi import load
@@ -87,7 +87,7 @@ def gather(
         gpus=replace(gpus, num_devices=num_gpus),
         visible=VisibleGpus(names=named(environ)),
         load=None if lightly or launched(environ) else measured_for(LOAD_S),
-        gpu_network=gpu_network.gather(environ, tried),
+        gpu_network=gather_gpu_network.gather(environ, tried),
         directories=tried,
     )
 
