@@ -177,14 +177,21 @@ def test_workers_wait_for_a_straggler_at_the_bound_only(hvd, world):
     """All others take exactly ``staleness`` steps more than a rank that is stopped."""
     model = Ages(hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    taken, start = 0, time.perf_counter()
+    times, start = [], None
     with hvd.StaleSynchronous(model, optimizer, 3):
         if hvd.rank() == 0:
-            time.sleep(0.5)
-        for _ in range(8):
+            for other in range(1, hvd.size()):
+                world.recv(source=other)
+            time.sleep(0.1)  # in which a rank that does not wait takes another step
+            start = time.monotonic()
+        for number in range(8):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
-            taken += time.perf_counter() - start < 0.4
+            times.append(time.monotonic())
+            if number == 2 and hvd.rank():
+                world.send(None, dest=0)
+    start = world.bcast(start)
+    taken = sum(each < start for each in times)
     assert world.allgather(taken) == [0] + [3] * (hvd.size() - 1)
 
 
