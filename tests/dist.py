@@ -51,6 +51,8 @@ COMMANDS = (
     f"{TRAIN} examples/local_sgd.toml --set train.epochs=4 --set output_dir=runs/local",
     "hpctrain compare runs/digits runs/local",
     "hpctrain runs",
+    "hpctrain site show lumi",
+    "hpctrain site init",
     "hpctrain checkpoint verify runs/digits",
     "hpctrain checkpoint export runs/digits model.pt --only model",
     f'python -c "{EMPTY_SET}"',

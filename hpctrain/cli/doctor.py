@@ -92,7 +92,7 @@ def doctor(  # noqa: PLR0913 - options of the command
         raise typer.Exit(FAILED)
 
 
-def _lint(script: Path, site: str | None) -> list[Finding]:
+def _lint(script: Path, site: str | None = None) -> list[Finding]:
     try:
         text = script.read_bytes().decode("utf-8")  # keeps the line endings
     except (OSError, UnicodeDecodeError) as error:

@@ -78,11 +78,11 @@ def init(
     if path.exists():
         raise ConfigError(f"{path} must not exist, but exists; delete it, or name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(_lines(partition, os.environ)) + "\n", encoding="utf-8")
+    path.write_text("\n".join(_lines(partition)) + "\n", encoding="utf-8")
     typer.echo(f"{path}: add the facts of the documentation of your site")
 
 
-def _lines(partition: str | None, environ: Mapping[str, str]) -> Iterator[str]:
+def _lines(partition: str | None, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yield the lines of a profile; facts that were not found are omitted."""
     cluster, usual = _of_slurm(environ)
     shape = scheduler.node_shape(partition, environ)

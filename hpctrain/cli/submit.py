@@ -216,7 +216,7 @@ class SubmitOptions:
         is_given = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
         if tasks is not None and cpus is None and not is_given:
             cpus, mem = _share_of_node(self.partition, tasks, mem, node)
-        if site.job.account and not (self.account or os.environ.get("SBATCH_ACCOUNT")):
+        if site.lacks_account(self.account):
             typer.echo(
                 f"note: jobs on {site.title} must name an account such as {site.job.account}; add "
                 f"--account",

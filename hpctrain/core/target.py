@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError
 
 NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-_MAX_NAMED = 40  # largest number of valid names in a message
+_MAX_NAMED = 50  # largest number of valid names in a message
 
 
 def make_importable(folder: Path) -> None:

@@ -89,7 +89,7 @@ _START = ControlPart(
     rails=Calls(gathers=2),
     gathered_bytes=500,
 )
-_LOAD = ControlPart(Calls(trees=6), Calls(trees=4), Calls(gathers=6), decisions=2)
+_LOAD = ControlPart(Calls(trees=6), Calls(trees=4), Calls(gathers=10), decisions=4)
 PARTS = {
     "start": _START,  # ``init()``
     "step": ControlPart(decisions=1),  # header of a training step
@@ -97,8 +97,8 @@ PARTS = {
     "save": ControlPart(
         world=Calls(gathers=1, trees=10),
         between=Calls(trees=10),
-        node=Calls(gathers=1),
-        decisions=7,
+        node=Calls(gathers=2),
+        decisions=9,
         gathered_bytes=30,
         rooted_bytes=200,
     ),

@@ -1,6 +1,6 @@
 """Protocol of data sets, and the batches of samples that they return."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -209,18 +209,3 @@ def collate(samples: Sequence[Any]) -> Any:
             ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))
-
-
-Range = tuple[int, int]
-"""Samples ``[start, stop)`` of a data set."""
-
-
-def merged_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the union of ranges, in ascending order, as ranges that do not touch."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return tuple(found)

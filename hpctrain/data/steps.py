@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import GIB
+from hpctrain.data.format.dataset_manifest import merged_ranges
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.order.window import WindowOrder, WindowShape
-from hpctrain.data.samples import Indices, Samples, merged_ranges
+from hpctrain.data.samples import Indices, Samples
 
 OrderName = Literal["auto", "global", "window", "sequential"]
 

@@ -70,6 +70,10 @@ class SiteProfile:
     job: SiteJob = SiteJob()
     sources: tuple[str, ...] = ()  # pages of the documentation with their dates
 
+    def lacks_account(self, given: str | None, environ: Mapping[str, str] = os.environ) -> bool:
+        """Return True if jobs must name an account, and neither ``given`` nor a variable does."""
+        return bool(self.job.account) and not (given or environ.get("SBATCH_ACCOUNT"))
+
     def matches(self, environ: Mapping[str, str], host: str) -> bool:
         """Return True if the host name or a variable identifies this machine."""
         pairs = (each.partition("=") for each in self.recognize)

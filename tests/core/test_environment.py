@@ -16,6 +16,8 @@ WITHOUT_TABLES = {
     "horovod/shim/sitecustomize.py": "starts before hpctrain can be imported",
     "guide/html/pages.py": "is no part of the wheel",
     "comm/node/kernel_build.py": "builds the package, and needs nothing of it",
+    "doctor/checks/gpu_network.py": "judges variables of NCCL and MPI that hpctrain does not use",
+    "doctor/host/gather_gpu_network.py": "as doctor/checks/gpu_network.py",
 }
 
 OF_SCRIPTS = "launch/slurm/lint/"

@@ -11,8 +11,7 @@ import h5py
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.dataset_manifest import MANIFEST
-from hpctrain.data.samples import merged_ranges
+from hpctrain.data.format.dataset_manifest import MANIFEST, merged_ranges
 from hpctrain.data.tools import verify as verify_module
 from hpctrain.data.tools.verify import verify
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed

@@ -106,7 +106,7 @@ def test_ranks_of_a_node_that_skip_steps_alone_stay_identical(world, hvd_nodes):
 
 
 @pytest.mark.ranks(3, 4)
-@pytest.mark.parametrize("is_said", [True, False])
+@pytest.mark.parametrize("is_reported", [True, False])
 def test_samples_of_a_skipped_step_do_not_count_on_the_node(world, hvd_nodes, is_reported):
     model = torch.nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

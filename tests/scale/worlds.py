@@ -172,8 +172,8 @@ class SimulatedWorld:
             (initialization, "_join", lambda _, *arguments: self.init(*arguments)),
             (initialization.logs, "setup", lambda *_, **__: None),
             (process_set_table, "SetMember", lru_cache(maxsize=None)(stall.SetMember)),
-            (initialization.arrival, "configure_torch", lambda _: None),
-            (initialization.arrival, "update_torchrun_variables", lambda _: None),
+            (initialization, "_configure_torch", lambda _: None),
+            (initialization, "set_torch_ranks", lambda *_: None),
         ]
         with ExitStack() as stack:
             for owner, name, value in changes:

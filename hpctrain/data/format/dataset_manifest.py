@@ -12,7 +12,7 @@ number of all rows.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -390,3 +390,18 @@ def write_classes(directory: Path, classes: tuple[str, ...]) -> None:
     if classes:
         with publishing(directory / CLASSES) as part:
             part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
+
+
+Range = tuple[int, int]
+"""Samples ``[start, stop)`` of a data set."""
+
+
+def merged_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return the union of ranges, in ascending order, as ranges that do not touch."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return tuple(found)

@@ -17,11 +17,16 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes, format_numbers
-from hpctrain.data.format.dataset_manifest import MANIFEST, Manifest, leftovers
+from hpctrain.data.format.dataset_manifest import (
+    MANIFEST,
+    Manifest,
+    Range,
+    leftovers,
+    merged_ranges,
+)
 from hpctrain.data.format.hdf5_values import UNREADABLE, load_filters
 from hpctrain.data.io.shardfile import RawShard
 from hpctrain.data.io.values import Array, ChunkCache, read_into
-from hpctrain.data.samples import Range, merged_ranges
 from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("GPU places", gpu_network.check_gpu_places),
     ("srun --mpi", gpu_network.check_srun_type),
     ("caches", gpu_network.check_caches),
-    ("limits", gpu_network.check_limits),
+    ("core dumps", gpu_network.check_limits),
     ("stripes", gpu_network.check_stripes),
     ("load", node.check_load),
     ("memory", node.check_room),

@@ -34,7 +34,9 @@ _OWN |= {"shard_data", "submit", "Job", "Resources", "should_stop", "STOPPED", "
 _OWN |= {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
 _OWN |= {"AsyncSGD", "Downpour", "Hogwild", "StaleSynchronous", "stable_rate", "ShardedEmbedding"}
 _OWN |= {name for name in hpctrain.__all__ if "all_gather" in name or "reduce_scatter" in name}
-_OWN |= {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
+_OWN |= {name for name in hpctrain.__all__ if name.endswith(("Error", "Warning"))} - {
+    "HorovodInternalError"
+}
 """Names of ``hpctrain`` that are not names of ``horovod.torch``, or are modules there."""
 _TORCH = _names(set(hpctrain.__all__) - _OWN)
 _BEHIND = {**_TORCH, **_names(("is_homogeneous",))}
