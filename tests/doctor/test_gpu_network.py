@@ -125,7 +125,7 @@ FINDINGS = {
         (cached("/home/me/.config/miopen"), "warning", "export MIOPEN_USER_DB_PATH="),
         (cached("/home/me/.cache/miopen"), "warning", "export MIOPEN_CUSTOM_CACHE_DIR="),
         (
-            cached("/work/me/inductor", TORCHINDUCTOR_CACHE_DIR="/work/me/inductor"),
+            cached("/project/me/inductor", TORCHINDUCTOR_CACHE_DIR="/project/me/inductor"),
             "warning",
             "lock the same files do: export TORCHINDUCTOR_CACHE_DIR=",
         ),
