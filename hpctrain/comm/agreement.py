@@ -55,18 +55,19 @@ def on_root(
 ) -> T:
     """Call ``action`` on rank 0; return its result on every rank. Collective.
 
-    If ``action`` raises ``HpctrainError`` or ``OSError``, every rank raises ``error`` with the
-    message of that exception.
+    If ``action`` raises an exception, every rank raises ``error`` with the message of that
+    exception.
     """
-    result, refusal = None, None
+    result, refusal, cause = None, None, None
     if comm.rank == 0:
         try:
             result = action()
-        except (HpctrainError, OSError) as own:
-            refusal = str(own)
+        except Exception as own:
+            cause, is_known = own, isinstance(own, HpctrainError | OSError)
+            refusal = str(own) if is_known else f"{type(own).__name__}: {own}"
     result, refusal = comm.broadcast_object((result, refusal))
     if refusal is not None:
-        raise error(refusal)
+        raise error(refusal) from cause
     return result  # type: ignore[return-value]  # set, since ``action`` did not fail
 
 

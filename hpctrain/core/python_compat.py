@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from functools import cache
 
 __all__ = ["Self", "Traversable", "add_note", "collection", "tomllib"]
 
@@ -25,7 +26,7 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
-class _Collection:
+class GarbageCollection:
     """Records whether the garbage collector of this process is running.
 
     The collector may run at any statement of any thread. A finalizer that it calls must not wait
@@ -41,4 +42,11 @@ class _Collection:
         self.is_running = phase == "start"
 
 
-collection = _Collection()
+@cache
+def collection() -> GarbageCollection:
+    """Return the state of the garbage collector, which is known after the first call.
+
+    Modules call this function at import, if their finalizers need the state. Other programs have
+    no callback, in which Python ignores the ``KeyboardInterrupt`` of a signal.
+    """
+    return GarbageCollection()

@@ -22,7 +22,7 @@ from torch.autograd import Variable, graph
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
@@ -44,6 +44,11 @@ def warn_if_untested() -> None:
             f"hpctrain was tested with torch {oldest} to {newest}, got {torch.__version__}; "
             f"compare a short run with a tested version before a long one"
         )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True if a tensor, such as a ``DTensor``, contains others and has no elements."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def require(feature: str, is_there: object, version: str) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.data.workers.pool import DecodePool
 
 T = TypeVar("T")
+_COLLECTION = collection()
 
 
 @dataclass(kw_only=True)
@@ -130,7 +131,7 @@ def prefetched(
     try:
         yield _in_order(pending, depth)
     finally:
-        pool.shutdown(wait=not collection.is_running, cancel_futures=True)
+        pool.shutdown(wait=not _COLLECTION.is_running, cancel_futures=True)
 
 
 def _in_order(pending: Iterator[Future[T]], depth: int) -> Iterator[T]:

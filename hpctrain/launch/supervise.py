@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, RANK_LOST, STOPPED
-from hpctrain.cluster.process import IN_MPI, JOINING, name_of, stat
+from hpctrain.cluster.process import IN_MPI, JOINING, birth, name_of, stat
 from hpctrain.cluster.process import STOPPED as STOPPED_STATES
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.config import Settings
@@ -89,8 +89,9 @@ def supervise(
         LaunchError: the program cannot be started.
         KeyboardInterrupt: SIGINT has ended the launch; raised when mpirun has ended.
     """
-    with session(environ) as own:
+    with session(environ) as own, _ended_with_this() as watch:
         process = _started(line, own)
+        watch(process.pid)
         counts = Counter[str]()
         ending = _Ending(process, own.get(ASKED), counts, grace_s=grace_s, save_s=save_s)
         reader = threading.Thread(target=fold, args=(process, counts), daemon=True, name="stderr")
@@ -98,7 +99,7 @@ def supervise(
         if timeout_s:
             ending.after(timeout_s, ending.on_timeout)
         try:
-            with ending.catching(), _ended_with_this(process):
+            with ending.catching():
                 code = ending.wait()
         finally:
             ending.kill()
@@ -169,16 +170,25 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
 
 
 @contextlib.contextmanager
-def _ended_with_this(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Send SIGTERM to a process if this process ends inside the block.
+def _ended_with_this() -> Iterator[Callable[[int], None]]:
+    """Send SIGTERM to mpirun if this process ends inside the block.
 
-    A shell waits for the end of its input. ``PR_SET_PDEATHSIG`` can send the signal several times,
+    The block yields a function that takes the process id of mpirun. A shell, which starts before
+    mpirun, waits for the end of its input. ``PR_SET_PDEATHSIG`` can send the signal several times,
     once for each thread that ends; at the second signal mpirun exits and leaves the ranks.
     """
-    waits = ["sh", "-c", f"read -r line; kill -TERM {process.pid}"]
+    waits = ["sh", "-c", 'read -r pid && { read -r line; kill -TERM "$pid"; }']
     shell = start(waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    sink = shell.stdin
+    assert sink is not None
+
+    def watch(pid: int) -> None:
+        with contextlib.suppress(OSError):  # the shell was killed
+            sink.write(f"{pid}\n".encode())
+            sink.flush()
+
     try:
-        yield
+        yield watch
     finally:
         shell.kill()
         shell.communicate()
@@ -200,6 +210,7 @@ class _Ending:
         self.grace_s, self.save_s = grace_s, save_s
         self.timeout_s = Settings.from_env().timeout  # limit of waits of ranks for each other
         self.timed_out = False
+        self.has_killed = False
         self.is_granted = False  # the ranks got a request to stop, and no other signal after it
         self.first_signal: int | None = None
         self.timers: list[threading.Timer] = []
@@ -213,15 +224,21 @@ class _Ending:
         rank that is stopped.
         """
         orphaned_s = few_s = late_s = 0.0
+        below: dict[int, int | None] = {}
         while True:
             try:
-                return self.process.wait(LOOK_S)
+                code = self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
+                below = {pid: birth(pid) for pid in _below(self.process.pid)}
                 if self.counts[FAILED]:  # ranks of other nodes wait forever
                     self.kill()
                 has_lost = bool(self.counts[LOST])
                 is_over = has_lost or has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
+            else:
+                if code == -signal.SIGKILL and not self.has_killed:
+                    kill_orphans(below)
+                return code
             if orphaned_s >= ORPHANED_S:
                 what = "the loss of a node" if has_lost else "its ranks have ended"
                 write_line(f"mpirun hangs after {what}, and is killed")
@@ -331,6 +348,7 @@ class _Ending:
         self.is_granted = False
         if self.process.returncode is not None:
             return
+        self.has_killed = True
         for pid in [*descendants(self.process.pid), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -450,6 +468,16 @@ def catches(pid: int) -> set[int]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return {number for number in range(1, mask.bit_length() + 1) if mask >> (number - 1) & 1}
+
+
+def kill_orphans(born: Mapping[int, int | None]) -> None:
+    """Kill processes that mpirun has left behind, given their ids and times of birth."""
+    left = [pid for pid, moment in born.items() if moment is not None and birth(pid) == moment]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if left:
+        write_line(f"mpirun was killed, and left {len(left)} processes, which are killed")
 
 
 def has_only_dead_children(pid: int) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Left = tuple[Sequence[int], Mapping[str, str]]
 """Ranks of an optimizer, and its state after the last step on this rank, as text by name."""
+_COLLECTION = collection()
 _MAX_KEPT = 16  # number of states of deleted models
 
 
@@ -64,7 +65,7 @@ class LastStates:
         """
         if name in self._registered and self._owner.is_here:  # not in a forked child
             ranks, _ = self._registered.pop(name)
-            has_weights = not collection.is_running
+            has_weights = not _COLLECTION.is_running
             self._kept[name] = ranks, state_of(ranks, has_weights=has_weights)
             while len(self._kept) > _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 from safetensors.torch import load_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.format import tensor_file
@@ -273,3 +274,32 @@ def test_request_for_missing_tensors_raises_on_every_rank(comm, folder):
     ]:
         with pytest.raises(CheckpointError, match=match):
             load(folder / "a", comm, into=into if mine else None)
+
+
+@SIZES
+@pytest.mark.parametrize("step", ["x", -3, True, 1.5, 10**30, None])
+def test_an_invalid_step_is_an_error_and_keeps_the_older_checkpoint(comm, folder, step):
+    save(folder / "a", {"a": torch.ones(2)}, comm, step=1)
+    with pytest.raises(CheckpointError, match="the step of a checkpoint must be an integer"):
+        save(folder / "a", {"a": torch.zeros(2)}, comm, step=step)
+    assert same(load(folder / "a", comm).state["a"], torch.ones(2))
+
+
+@SIZES
+def test_tensors_without_elements_of_their_own_are_an_error(comm, folder):
+    wrapper = TwoTensor(torch.ones(2), torch.ones(2))
+    for state in ({"w": [wrapper]}, {"w": [TensorPiece(wrapper, Shard.whole((2,)))]}):
+        with pytest.raises(CheckpointError, match="w/0 is a TwoTensor; pass a TensorPiece"):
+            save(folder / "a", state, comm, step=1)
+    assert not (folder / "a").exists()
+
+
+@SIZES
+def test_any_error_of_a_guard_is_an_error_on_all_ranks(comm, folder):
+    def guard():
+        raise ValueError("no lease")
+
+    with pytest.raises(CheckpointError, match="ValueError: no lease"):
+        save(folder / "a", {"a": torch.ones(2)}, comm, step=1, guard=guard)
+    comm.barrier()
+    assert not any(folder.iterdir())

@@ -105,6 +105,35 @@ def test_the_ranks_end_after_a_launch_that_sigkill_ends(tmp_path, code, seconds)
     assert ranks_are_gone(tmp_path)
 
 
+def test_the_ranks_end_after_a_launch_that_ends_while_mpirun_starts(tmp_path):
+    program = (
+        "import sys; from hpctrain.launch.supervise import supervise; supervise(sys.argv[1:])"
+    )
+    for number in range(6):
+        words = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 50"]
+        process = subprocess.Popen([sys.executable, "-c", program, *words])
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        time.sleep(number * 0.002)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not is_alive(int((tmp_path / "pid").read_text())), limit_s=20.0)
+        (tmp_path / "pid").unlink()
+
+
+def test_the_ranks_of_a_killed_mpirun_are_killed(tmp_path, capfd):
+    process = start(tmp_path, f"{STUBBORN}time.sleep(50)")
+    time.sleep(2.5)  # the launch looks at its ranks once per second
+    (mpirun,) = [
+        pid
+        for pid in descendants(process.pid)
+        if stat(pid).parent == process.pid and descendants(pid)
+    ]
+    os.kill(mpirun, signal.SIGKILL)
+    assert process.wait(timeout=15) == 128 + signal.SIGKILL
+    assert ranks_are_gone(tmp_path)
+    assert "mpirun was killed, and left 2 processes, which are killed" in capfd.readouterr().err
+
+
 def test_a_launch_does_not_read_the_input_of_the_calling_script(tmp_path):
     launch = (
         "from hpctrain.launch import mpiexec; from hpctrain.launch.supervise import supervise; "

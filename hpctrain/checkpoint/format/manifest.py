@@ -184,11 +184,16 @@ def step_of(name: str) -> int | None:
 
 
 def require_named(directory: Path | str, step: int) -> None:
-    """Raise ``CheckpointError`` if a directory is named after another step than ``step``.
+    """Raise ``CheckpointError`` for an invalid step, or a directory named after another step.
 
     Called with the directory and the step of a checkpoint that is read or is to be written. A
     directory without a step in its name may contain any checkpoint.
     """
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise CheckpointError(
+            f"the step of a checkpoint must be an integer from 0 to 2**63 - 1, got {step!r}; pass "
+            f"the number of steps that were taken"
+        )
     if step_of(Path(directory).name) not in (None, step):
         raise CheckpointError(
             f"a directory with the name of a step must contain the checkpoint of that step, but "

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.torch_compat import is_wrapper
 
 MAX_DEPTH = 100  # maximum nesting, which ends the traversal of a container that contains itself
 
@@ -57,6 +58,12 @@ def _take(value: Any, at: tuple[str, ...], leaves: dict[str, Tensor | TensorPiec
         )
     if isinstance(value, Tensor | TensorPiece):
         path = "/".join(at)
+        given = value.tensor if isinstance(value, TensorPiece) else value
+        if is_wrapper(given):
+            raise CheckpointError(
+                f"tensors of a state must have elements of their own, but {path} is a "
+                f"{type(given).__name__}; pass a TensorPiece with the elements of this rank"
+            )
         leaves[path] = value
         return {"tensor": path}
     if type(value) in (list, tuple):
