@@ -10,6 +10,7 @@ import typer
 
 from hpctrain.cli.options import Partition, aligned, argument
 from hpctrain.cluster import resources
+from hpctrain.core import atomic
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch import site as sites
 from hpctrain.launch.slurm import scheduler
@@ -77,8 +78,12 @@ def init(
     """
     if path.exists():
         raise ConfigError(f"{path} must not exist, but exists; delete it, or name another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(_lines(partition)) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(_lines(partition)) + "\n", encoding="utf-8")
+    except OSError as error:
+        reason = atomic.refusal(error, "name another file")
+        raise ConfigError(f"{path} must be writable, but is not: {reason}") from None
     typer.echo(f"{path}: add the facts of the documentation of your site")
 
 
@@ -90,7 +95,9 @@ def _lines(partition: str | None, environ: Mapping[str, str] = os.environ) -> It
     kinds = {each.parent.name for each in adapters}
     gpus = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(list(DEVICES.glob("dri/render*")))
     domains = len(list((SYS / "devices/system/node").glob("node[0-9]*")))
-    yield from _items(name=cluster or "own", title=f"Cluster {cluster}" if cluster else "")
+    yield from _items(
+        name=cluster or "own", title=f"cluster {cluster}" if cluster else "this machine"
+    )
     yield "\n[job]"
     yield from _items(
         partition=partition or usual,

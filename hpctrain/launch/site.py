@@ -1,4 +1,4 @@
-"""SiteProfile profiles: facts that a computing centre documents about a machine, as TOML files."""
+"""Site profiles: facts that a computing centre documents about a machine, as TOML files."""
 
 import fnmatch
 import os
@@ -175,21 +175,40 @@ def _value(key: str, given: Any, usual: Any, origin: str) -> Any:
     if isinstance(given, dict) and isinstance(usual, SiteNode | SiteJob):
         return _record(type(usual), given, f"{origin}, [{key}]")
     value = tuple(given) if isinstance(given, list) else given
-    members = value.values() if isinstance(value, dict) else value
+    members = [*value.values()] if isinstance(value, dict) else value
     has_texts = not isinstance(value, dict | tuple) or all(isinstance(e, str) for e in members)
-    if type(value) is not type(usual) or not has_texts:
+    is_valid = type(value) is type(usual) and has_texts
+    if is_valid and key == "gpu_cores":
+        is_valid = all(map(_is_range, value))
+    elif is_valid and key == "variables":
+        is_valid = all(map(_NAME.fullmatch, value)) and not any(map(_UNSAFE.search, members))
+    elif is_valid:
+        texts = [value] if isinstance(value, str) else members if value != usual else ()
+        is_valid = value >= 0 if isinstance(value, int) else not any(map(_COMMAND.search, texts))
+    if not is_valid:
+        example = _EXAMPLES.get(key, _EXAMPLES.get(type(usual)))
         raise ConfigError(
-            f"{key} of a site profile must be {_EXAMPLES[type(usual)]}, got {given!r} in "
-            f"{origin}; correct the value"
+            f"{key} of a site profile must be {example}, got {given!r} in {origin}; correct the "
+            f"value"
         )
     return value
 
 
-_EXAMPLES: Mapping[type, str] = {
-    str: 'a text such as "batch"',
-    int: "a number such as 4",
-    tuple: 'a list of texts such as ["$SCRATCH"]',
-    dict: "a table of texts",
+def _is_range(text: str) -> bool:
+    first, _, last = text.partition("-")
+    return first.isdecimal() and last.isdecimal() and int(first) <= int(last)
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_UNSAFE = re.compile(r'["`\n]|\$\(')  # ends the quotes of a shell, or starts a command
+_COMMAND = re.compile(r"[;&|`\n]|\$\(")
+
+_EXAMPLES: Mapping[object, str] = {
+    "gpu_cores": 'a list of one range of cores for each GPU, such as ["0-15", "16-31"]',
+    "variables": 'names with texts that contain no quotes and commands, such as A = "1"',
+    str: 'a text without commands of a shell, such as "batch"',
+    int: "a number of at least 0, such as 4",
+    tuple: 'a list of texts without commands of a shell, such as ["$SCRATCH"]',
     SiteNode: "a table",
     SiteJob: "a table",
 }

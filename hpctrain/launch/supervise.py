@@ -8,20 +8,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO, NamedTuple
 
 from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, RANK_LOST, STOPPED
-from hpctrain.cluster.process import IN_MPI, JOINING, birth, name_of, stat
-from hpctrain.cluster.process import STOPPED as STOPPED_STATES
+from hpctrain.cluster.process import birth
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
-from hpctrain.core.units import format_ranks
-from hpctrain.launch.mpiexec import is_guard
+from hpctrain.launch import rank_processes
 from hpctrain.launch.program import start
 from hpctrain.launch.stderr import KILLED, LOST, fold, write_line
 
@@ -229,21 +227,21 @@ class _Ending:
             try:
                 code = self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
-                below = {pid: birth(pid) for pid in _below(self.process.pid)}
+                below = {pid: birth(pid) for pid in rank_processes.below(self.process.pid)}
                 if self.counts[FAILED]:  # ranks of other nodes wait forever
                     self.kill()
                 has_lost = bool(self.counts[LOST])
-                is_over = has_lost or has_only_dead_children(self.process.pid)
+                is_over = has_lost or rank_processes.has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             else:
                 if code == -signal.SIGKILL and not self.has_killed:
-                    kill_orphans(below)
+                    rank_processes.kill_orphans(below)
                 return code
             if orphaned_s >= ORPHANED_S:
                 what = "the loss of a node" if has_lost else "its ranks have ended"
                 write_line(f"mpirun hangs after {what}, and is killed")
                 self.kill()
-            gone = gone_before_init(self.process.pid)
+            gone = rank_processes.gone_before_init(self.process.pid)
             few_s = few_s + LOOK_S if gone else 0
             if few_s >= FEW_S:
                 write_line(
@@ -252,7 +250,7 @@ class _Ending:
                 )
                 self.counts[FAILED] += 1
                 self.kill()
-            late = late_in_mpi(self.process.pid)
+            late = rank_processes.late_in_mpi(self.process.pid)
             late_s = late_s + LOOK_S if late else 0
             if late_s > self.timeout_s:
                 write_line(
@@ -290,7 +288,7 @@ class _Ending:
             self.kill()
         else:
             self.first_signal = number
-            can_stop = can_stop_on_request(self.process.pid)
+            can_stop = rank_processes.can_stop_on_request(self.process.pid)
             if can_stop:
                 self.request_stop(number)
             self.end(number, after_s=self.save_s if can_stop else 0.0)
@@ -349,7 +347,7 @@ class _Ending:
         if self.process.returncode is not None:
             return
         self.has_killed = True
-        for pid in [*descendants(self.process.pid), self.process.pid]:
+        for pid in [*rank_processes.descendants(self.process.pid), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -357,145 +355,6 @@ class _Ending:
         """Cancel all signals that are scheduled."""
         for timer in self.timers:
             timer.cancel()
-
-
-RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
-"""Variables in which launchers set the rank of a process; launcher processes have none."""
-
-
-def can_stop_on_request(pid: int) -> bool:
-    """Return True if all ranks below ``pid`` on this host handle SIGUSR1 and SIGTERM.
-
-    A program that handles both signals can stop at a point of its choice. Other programs end when
-    they receive SIGUSR1, or use this signal for another purpose.
-    """
-    ranks: dict[bytes, bool] = {}
-    for below, rank, _ in _ranks(descendants(pid)):
-        with contextlib.suppress(OSError):
-            can_stop = {signal.SIGUSR1, signal.SIGTERM} <= catches(below)
-            ranks[rank] = ranks.get(rank, False) or can_stop
-    return bool(ranks) and all(ranks.values())
-
-
-def _ranks(pids: Iterable[int]) -> Iterator[tuple[int, bytes, Mapping[bytes, bytes]]]:
-    """Yield process id, rank and environment of each process that is a rank."""
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            variables = dict(word.partition(b"=")[::2] for word in words)
-            rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
-            if rank is not None and not is_guard(Path(f"/proc/{pid}/cmdline").read_bytes()):
-                yield pid, rank, variables
-
-
-LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
-SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
-
-
-def gone_before_init(pid: int) -> str:
-    """Describe the ranks on this host that ended while ranks below ``pid`` wait in ``MPI_Init``.
-
-    The text is empty if no rank has ended. A rank cannot end normally while another rank is in
-    ``MPI_Init``, because ``MPI_Finalize`` waits for all ranks.
-    """
-    below = list(_below(pid))
-    if not any(name_of(each) == JOINING for each in below):
-        return ""
-    if not all(os.access(f"/proc/{each}/environ", os.R_OK) for each in below):
-        return ""  # a process that starts, such as a container, may be a rank
-    living, num_here, size = set[int](), 0, 0
-    for _, rank, variables in _ranks(below):
-        living.add(int(rank))
-        num_here, size = _number(variables, LOCAL_SIZES), _number(variables, SIZES)
-    if not 0 < len(living) < num_here:
-        return ""
-    if num_here < size:
-        return f"{num_here - len(living)} of {num_here} ranks on this host"
-    return format_ranks({*range(size)} - living)
-
-
-def late_in_mpi(pid: int) -> str:
-    """Describe the MPI call in which ranks below ``pid`` wait, and the ranks that are missing.
-
-    The text is empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. The function cannot see
-    ranks on other hosts.
-    """
-    names = {each: name_of(each) for each in _below(pid)}
-    call = next((name for name in IN_MPI if name in names.values()), "")
-    if not call:
-        return ""
-    waiting, expected, is_complete = set[int](), set[int](), False
-    for each, rank, variables in _ranks(names):
-        found = stat(each)
-        if names[each] == call and found is not None and found.state not in STOPPED_STATES:
-            waiting.add(int(rank))
-        size = _number(variables, SIZES)
-        is_complete = size == _number(variables, LOCAL_SIZES)
-        expected |= {*range(size)} if is_complete else {int(rank)}
-    if late := expected - waiting:
-        return f"{call} for {format_ranks(late)}"
-    return f"{call}, which all ranks have begun" if is_complete else f"{call} for other hosts"
-
-
-def _number(variables: Mapping[bytes, bytes], names: Sequence[bytes]) -> int:
-    return int(next((variables[name] for name in names if name in variables), b"0"))
-
-
-def _below(pid: int) -> Iterator[int]:
-    """Yield the descendants of a process, without a scan of all processes of the host."""
-    for child in _children(pid):
-        if (found := stat(child)) and found.state not in {"Z", "X"}:
-            yield child
-            yield from _below(child)
-
-
-def _children(pid: int) -> list[int]:
-    """List the children of a process; empty if the process has ended, or without /proc."""
-    children: list[str] = []
-    with contextlib.suppress(OSError):
-        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                children += listed.read_text().split()
-    return [*map(int, children)]
-
-
-def catches(pid: int) -> set[int]:
-    """Return the numbers of the signals for which a process has a handler.
-
-    Raises:
-        OSError: the process does not exist, or there is no /proc.
-    """
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    return {number for number in range(1, mask.bit_length() + 1) if mask >> (number - 1) & 1}
-
-
-def kill_orphans(born: Mapping[int, int | None]) -> None:
-    """Kill processes that mpirun has left behind, given their ids and times of birth."""
-    left = [pid for pid, moment in born.items() if moment is not None and birth(pid) == moment]
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if left:
-        write_line(f"mpirun was killed, and left {len(left)} processes, which are killed")
-
-
-def has_only_dead_children(pid: int) -> bool:
-    """Return True if a process has children, and all of them have ended."""
-    states = {found.state for child in _children(pid) if (found := stat(child))}
-    return bool(states) and states <= {"Z", "X"}
-
-
-def descendants(pid: int) -> list[int]:
-    """List the living processes below ``pid``, deepest last; empty without /proc."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        if found := stat(int(folder.name)):
-            children.setdefault(found.parent, []).append(int(folder.name))
-    below = list(children.get(pid, ()))
-    for child in below:
-        below += children.get(child, ())
-    return below
 
 
 RETRY_S = 0.5  # interval of attempts to read while another program has the terminal

@@ -11,7 +11,8 @@ import pytest
 from hpctrain.cluster.env import RANK_LOST
 from hpctrain.cluster.process import JOINING, name_of, named
 from hpctrain.launch import mpiexec
-from hpctrain.launch.supervise import gone_before_init, late_in_mpi, supervise
+from hpctrain.launch.rank_processes import gone_before_init, late_in_mpi
+from hpctrain.launch.supervise import supervise
 from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone
 

@@ -154,13 +154,26 @@ def test_without_slurm_and_profile_a_submission_reports_that_the_node_is_unknown
     ("text", "words"),
     [
         ("nodes = 1", "'nodes' in own.toml; correct the key"),
-        ("[node]\ngpus = '4'", r"gpus .* a number such as 4, got '4' in own.toml, \[node\]"),
-        ("[node]\ngpus = true", "gpus .* a number such as 4, got True"),
+        (
+            "[node]\ngpus = '4'",
+            r"gpus .* a number of at least 0, such as 4, got '4' in own.toml, \[node\]",
+        ),
+        ("[node]\ngpus = true", "gpus .* a number of at least 0, such as 4, got True"),
         ("[job]\nmodules = 'rocm'", "modules .* a list of texts"),
         ("[job]\nmodules = [1]", "modules .* a list of texts"),
-        ("[job.variables]\nA = 1", "variables .* a table of texts"),
+        ("[job.variables]\nA = 1", "variables .* names with texts"),
         ("node = 1", "node .* a table, got 1"),
         ("name =", "must be TOML, but own.toml is not"),
+        *(
+            (f"[node]\ngpu_cores = {cores}", "gpu_cores .* a list of one range of cores for each")
+            for cores in ('["0-15", "x"]', '["48"]', '["0-7,32-39"]', '["15-0"]', "[0, 1]")
+        ),
+        ("[node]\ncpus = -4", "cpus .* a number of at least 0, such as 4, got -4"),
+        ('[job]\nvariables = {B = "a\'b\\"c"}', "variables .* names with texts"),
+        ('[job]\nvariables = {B = "$(touch x)"}', "variables .* names with texts"),
+        ('[job]\nvariables = {"NCCL X" = "1"}', "variables .* names with texts"),
+        ('[job]\ncpu_bind = "cores; echo hi"', "cpu_bind .* a text without commands"),
+        ('[job]\nsrun = ["--label; echo hi"]', "srun .* a list of texts without commands"),
     ],
 )
 def test_a_wrong_profile_is_an_error_that_names_the_key(text, words):

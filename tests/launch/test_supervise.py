@@ -15,8 +15,9 @@ from hpctrain.cluster.env import BEGUN, ENDED, RANK_LOST
 from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
+from hpctrain.launch.rank_processes import descendants
 from hpctrain.launch.stderr import merged
-from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
+from hpctrain.launch.supervise import TIMED_OUT, supervise
 from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone, start, wait_for
 from tests.processes import ended, is_alive

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
-from hpctrain.launch.supervise import descendants
+from hpctrain.launch.rank_processes import descendants
 from tests.harness import preload
 from tests.processes import ended, wait_until
 from tests.train.starting import LIMIT_S, ROOT, write_config
