@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class PartList(NamedTuple):
-    """The parts in one file."""
+    """The parts that one file contains."""
 
     parts: dict[str, list[StoredPart]]  # parts of the tensors of the state, by path
     private: dict[int, dict[str, Record]]  # private tensors of each rank, by name
 
 
 def read_list(directory: Path, file: FileRecord, tensors: Mapping[str, Record]) -> PartList:
-    """Read the header of a file, and return the parts in the file.
+    """Read the header of a file, and return the parts that it contains.
 
     Raises ``CheckpointError``: the header is damaged or hostile. ``OSError``: the file cannot be
     read.
@@ -77,7 +77,7 @@ class PartIndex:
     Args:
         directory: directory of the checkpoint.
         manifest: its manifest.
-        lists: parts in each file that was read, by first rank.
+        lists: parts of each file that was read, by first rank.
     """
 
     directory: Path
