@@ -10,7 +10,7 @@ import typer
 
 from hpctrain.cli.options import Partition, aligned, argument
 from hpctrain.cluster import resources
-from hpctrain.core import atomic
+from hpctrain.core.atomic import explained_writes
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch import site as sites
 from hpctrain.launch.slurm import scheduler
@@ -78,12 +78,9 @@ def init(
     """
     if path.exists():
         raise ConfigError(f"{path} must not exist, but exists; delete it, or name another file")
-    try:
+    with explained_writes("a profile", path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(_lines(partition)) + "\n", encoding="utf-8")
-    except OSError as error:
-        reason = atomic.refusal(error, "name another file")
-        raise ConfigError(f"{path} must be writable, but is not: {reason}") from None
     typer.echo(f"{path}: add the facts of the documentation of your site")
 
 

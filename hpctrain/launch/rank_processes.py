@@ -51,7 +51,7 @@ def gone_before_init(pid: int) -> str:
     The text is empty if no rank has ended. A rank cannot end normally while another rank is in
     ``MPI_Init``, because ``MPI_Finalize`` waits for all ranks.
     """
-    found = list(below(pid))
+    found = below(pid)
     if not any(name_of(each) == JOINING for each in found):
         return ""
     if not all(os.access(f"/proc/{each}/environ", os.R_OK) for each in found):
@@ -94,12 +94,16 @@ def _number(variables: Mapping[bytes, bytes], names: Sequence[bytes]) -> int:
     return int(next((variables[name] for name in names if name in variables), b"0"))
 
 
-def below(pid: int) -> Iterator[int]:
-    """Yield the descendants of a process, without a scan of all processes of the host."""
+def below(pid: int) -> dict[int, int]:
+    """Return the times of birth of the living descendants of a process, by process id.
+
+    The function does not scan all processes of the host.
+    """
+    found: dict[int, int] = {}
     for child in _children(pid):
-        if (found := stat(child)) and found.state not in {"Z", "X"}:
-            yield child
-            yield from below(child)
+        if (status := stat(child)) and status.state not in {"Z", "X"}:
+            found |= {child: status.birth, **below(child)}
+    return found
 
 
 def _children(pid: int) -> list[int]:
@@ -123,9 +127,9 @@ def catches(pid: int) -> set[int]:
     return {number for number in range(1, mask.bit_length() + 1) if mask >> (number - 1) & 1}
 
 
-def kill_orphans(born: Mapping[int, int | None]) -> None:
-    """Kill processes that mpirun has left behind, given their ids and times of birth."""
-    left = [pid for pid, moment in born.items() if moment is not None and birth(pid) == moment]
+def kill_orphans(born: Mapping[int, int]) -> None:
+    """Kill processes that mpirun has left behind, given the result of ``below``."""
+    left = [pid for pid, moment in born.items() if birth(pid) == moment]
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, RANK_LOST, STOPPED
-from hpctrain.cluster.process import birth
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
@@ -222,12 +221,12 @@ class _Ending:
         rank that is stopped.
         """
         orphaned_s = few_s = late_s = 0.0
-        below: dict[int, int | None] = {}
+        below: dict[int, int] = {}
         while True:
             try:
                 code = self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
-                below = {pid: birth(pid) for pid in rank_processes.below(self.process.pid)}
+                below = rank_processes.below(self.process.pid)
                 if self.counts[FAILED]:  # ranks of other nodes wait forever
                     self.kill()
                 has_lost = bool(self.counts[LOST])
