@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster.process import IN_MPI, JOINING, birth, name_of, stat
@@ -45,49 +45,39 @@ LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
 SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
 
 
-def gone_before_init(pid: int) -> str:
-    """Describe the ranks on this host that ended while ranks below ``pid`` wait in ``MPI_Init``.
+def missing_ranks(pids: Collection[int]) -> tuple[str, str]:
+    """Describe the ranks for which ranks on this host wait in ``MPI_Init`` or ``MPI_Finalize``.
 
-    The text is empty if no rank has ended. A rank cannot end normally while another rank is in
-    ``MPI_Init``, because ``MPI_Finalize`` waits for all ranks.
+    The function cannot see ranks on other hosts.
+
+    Args:
+        pids: processes below mpirun.
+
+    Returns:
+        The ranks on this host that ended while others wait in ``MPI_Init``; empty if none has. A
+        rank cannot end normally then, because ``MPI_Finalize`` waits for all ranks. Second, the
+        MPI call in which ranks wait, and the ranks that are missing; empty if no rank waits.
     """
-    found = below(pid)
-    if not any(name_of(each) == JOINING for each in found):
-        return ""
-    if not all(os.access(f"/proc/{each}/environ", os.R_OK) for each in found):
-        return ""  # a process that starts, such as a container, may be a rank
-    living, num_here, size = set[int](), 0, 0
-    for _, rank, variables in _ranks(found):
-        living.add(int(rank))
-        num_here, size = _number(variables, LOCAL_SIZES), _number(variables, SIZES)
-    if not 0 < len(living) < num_here:
-        return ""
-    if num_here < size:
-        return f"{num_here - len(living)} of {num_here} ranks on this host"
-    return format_ranks({*range(size)} - living)
-
-
-def late_in_mpi(pid: int) -> str:
-    """Describe the MPI call in which ranks below ``pid`` wait, and the ranks that are missing.
-
-    The text is empty if no rank waits in ``MPI_Init`` or ``MPI_Finalize``. The function cannot see
-    ranks on other hosts.
-    """
-    names = {each: name_of(each) for each in below(pid)}
+    names = {each: name_of(each) for each in pids}
     call = next((name for name in IN_MPI if name in names.values()), "")
-    if not call:
-        return ""
-    waiting, expected, is_complete = set[int](), set[int](), False
-    for each, rank, variables in _ranks(names):
+    living, waiting, num_here, size = set[int](), set[int](), 0, 0
+    for each, rank, variables in _ranks(names if call else ()):
+        living.add(int(rank))
         found = stat(each)
         if names[each] == call and found is not None and found.state not in STOPPED_STATES:
             waiting.add(int(rank))
-        size = _number(variables, SIZES)
-        is_complete = size == _number(variables, LOCAL_SIZES)
-        expected |= {*range(size)} if is_complete else {int(rank)}
-    if late := expected - waiting:
-        return f"{call} for {format_ranks(late)}"
-    return f"{call}, which all ranks have begun" if is_complete else f"{call} for other hosts"
+        num_here, size = _number(variables, LOCAL_SIZES), _number(variables, SIZES)
+    is_complete = 0 < num_here == size
+    if late := ({*range(size)} if is_complete else living) - waiting:
+        text = f"{call} for {format_ranks(late)}"
+    else:
+        text = f"{call}, which all ranks have begun" if is_complete else f"{call} for other hosts"
+    # A process without a readable environment starts, such as a container, and may be a rank.
+    is_sure = call == JOINING and all(os.access(f"/proc/{each}/environ", os.R_OK) for each in pids)
+    if not (is_sure and 0 < len(living) < num_here):
+        return "", text if call else ""
+    gone = f"{num_here - len(living)} of {num_here} ranks on this host"
+    return format_ranks({*range(size)} - living) if is_complete else gone, text
 
 
 def _number(variables: Mapping[bytes, bytes], names: Sequence[bytes]) -> int:

@@ -240,7 +240,7 @@ class _Ending:
                 what = "the loss of a node" if has_lost else "its ranks have ended"
                 write_line(f"mpirun hangs after {what}, and is killed")
                 self.kill()
-            gone = rank_processes.gone_before_init(self.process.pid)
+            gone, late = rank_processes.missing_ranks(below)
             few_s = few_s + LOOK_S if gone else 0
             if few_s >= FEW_S:
                 write_line(
@@ -249,7 +249,6 @@ class _Ending:
                 )
                 self.counts[FAILED] += 1
                 self.kill()
-            late = rank_processes.late_in_mpi(self.process.pid)
             late_s = late_s + LOOK_S if late else 0
             if late_s > self.timeout_s:
                 write_line(

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.cluster.env import RANK_LOST
 from hpctrain.cluster.process import JOINING, name_of, named
 from hpctrain.launch import mpiexec
-from hpctrain.launch.rank_processes import gone_before_init, late_in_mpi
+from hpctrain.launch.rank_processes import below, missing_ranks
 from hpctrain.launch.supervise import supervise
 from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone
@@ -88,6 +88,6 @@ def test_missing_ranks_are_found_from_the_surviving_processes(
         [sys.executable, "-c", BELOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as launcher:
         launcher.stdout.readline()
-        assert gone_before_init(launcher.pid) == gone
-        assert late_in_mpi(launcher.pid).removeprefix(JOINING).lstrip() == late
+        found = missing_ranks(below(launcher.pid))
+        assert (found[0], found[1].removeprefix(JOINING).lstrip()) == (gone, late)
         launcher.stdin.close()
