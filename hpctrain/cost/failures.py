@@ -8,12 +8,14 @@ Vaidya 1997, "Impact of checkpoint latency on overhead ratio of a checkpointing 
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.machine import Machine
+
+if TYPE_CHECKING:
+    from hpctrain.cost.machine import Machine
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
@@ -52,7 +54,7 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate_run(
-    work_s: float, interval_s: float, machine: Machine, *, seed: int = 0
+    work_s: float, interval_s: float, machine: "Machine", *, seed: int = 0
 ) -> SimulatedRun:
     """Simulate a run of ``work_s`` seconds of work with a checkpoint after each ``interval_s``.
 
@@ -85,7 +87,7 @@ def simulate_run(
         num_failures += 1
 
 
-def best_interval(machine: Machine) -> float:
+def best_interval(machine: "Machine") -> float:
     """Return the seconds of work between checkpoints that maximize the useful time.
 
     Raises:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from hpctrain.checkpoint.checkpoint_config import CheckpointConfig
-from hpctrain.comm.comm_config import CommConfig
 from hpctrain.core.checks import (
     AtLeast0,
     Bounds,
@@ -17,13 +16,16 @@ from hpctrain.core.checks import (
     Count,
     Decay,
     Number,
+    Overlap,
     Positive,
+    Size,
     Texts,
     Time,
     require,
     require_values,
 )
 from hpctrain.core.paths import absolute
+from hpctrain.core.units import parse_size
 from hpctrain.data.data_config import DataConfig
 from hpctrain.optim.optimizer_config import OptimizerConfig, ScheduleConfig
 from hpctrain.parallel.parallel_config import ParallelConfig
@@ -286,6 +288,27 @@ class TestConfig(CheckedFields):
     def metrics(self) -> list[str]:
         """All metrics; the first metric determines the best test."""
         return [self.metric] if isinstance(self.metric, str) else self.metric
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommConfig(CheckedFields):
+    """How gradients are sent."""
+
+    table: ClassVar = "comm"
+    overlap: Overlap = "auto"
+    """When gradients are sent: by a thread, inline in the hooks, at the end of backward, or as the
+    plan chooses (auto)."""
+    bucket_size: Size = "25 MiB"
+    """Largest message of gradients. Larger messages hide latency, smaller ones are sent
+    earlier."""
+    ranks_per_node: Count = 0
+    """Number of ranks of a simulated node, to divide one host into several nodes; 0 for the real
+    nodes."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_size`` as a number."""
+        return parse_size(self.bucket_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

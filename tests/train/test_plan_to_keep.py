@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.comm.comm_config import CommConfig
 from hpctrain.core.keys import render
 from hpctrain.train.resume import plan_to_keep
-from hpctrain.train.run_config import RunConfig
+from hpctrain.train.run_config import CommConfig, RunConfig
 from hpctrain.train.run_directory import RunDirectory
 
 OURS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_STEP_ID")
