@@ -25,9 +25,9 @@ from gpu_finding import Finding, reported_errors
 from torch import Tensor, nn
 
 import hpctrain as hvd
+from hpctrain.comm.bucket_storage import NcclBucket
 from hpctrain.comm.device import device_of
 from hpctrain.comm.nccl.library import library
-from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 
 IS_REAL = here.KIND != "mcpu"  # that one takes 32 bits, and its time
 NUMELS = (1, 2, 7, 64, 1000, 4097, 100_003, *[3_000_001] * IS_REAL)

@@ -8,6 +8,9 @@ Elements on an accelerator are summed there (``PeerBucket``, ``NcclBucket``) or 
     arrive    wait                the caller's stream waits for ``up``
 
 With two streams, the copy of a sum to the device does not wait for a bucket that is not full yet.
+
+With NCCL, the ranks synchronize on the host once per bucket, so that all queue the same sums. The
+host does not wait for the sum, which runs in a stream, also between nodes.
 """
 
 from collections.abc import Callable, Collection
@@ -20,10 +23,11 @@ from torch import Tensor
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, DeviceBucket, device_of
-from hpctrain.comm.nccl.nccl_bucket import NcclBucket
-from hpctrain.comm.nccl.nccl_communicator import nccl_over
+from hpctrain.comm.nccl.library import TYPES
+from hpctrain.comm.nccl.nccl_communicator import NcclCommunicator, nccl_over
 from hpctrain.comm.node.peer_bucket import PeerBucket
-from hpctrain.comm.ops import scale_
+from hpctrain.comm.ops import Op, combination, scale_, scaled_when
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.tensor_bucket import BucketStorage
 from hpctrain.core import config, logs
 from hpctrain.core.errors import CommError, MismatchError
@@ -196,3 +200,54 @@ class StagedBucket(DeviceBucket):
         with device.on(device.up):
             self.flat.copy_(self.summed, non_blocking=True)
         self._back.record(device.up)
+
+
+class NcclBucket(DeviceBucket):
+    """Elements on this rank's accelerator that NCCL sums.
+
+    Args:
+        device: the accelerator.
+        nccl: the ranks.
+        numel: number of elements, initially zero.
+        dtype: dtype of the elements.
+
+    Raises:
+        CommError: NCCL does not support the dtype.
+    """
+
+    def __init__(
+        self, device: Device, nccl: NcclCommunicator, numel: int, dtype: torch.dtype
+    ) -> None:
+        self._how = combination(dtype, Op.SUM)
+        if self._how.storage_dtype not in TYPES:
+            raise CommError(
+                f"the dtype of an NCCL bucket must be one of {', '.join(map(name_of, TYPES))}, "
+                f"got {name_of(dtype)}"
+            )
+        super().__init__(device, device.zeros(numel, dtype, (nccl.stream,)), device.new_event())
+        self._nccl = nccl
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the elements of this rank by ``factor`` before the sum. Not collective."""
+        self._nccl.stream.wait_event(self._full)
+        with self._device.on(self._nccl.stream):
+            scale_(self.flat, factor)
+
+    def reduce(self, check_call: Callable[[], object], scale: float | None) -> None:
+        """Call ``check_call``; then queue the sum over the ranks, times ``scale``. Collective."""
+        stream = self._nccl.stream
+        early, late = scaled_when(scale, self._how)
+        check_call()
+        stream.wait_event(self._full)
+        with self._device.on(stream):
+            if self.flat.numel():
+                self._sum(early, late)
+        self._back.record(stream)
+        self._nccl.ends_with(self._back)
+
+    def _sum(self, early: float | None, late: float | None) -> None:
+        if early is not None:
+            scale_(self.flat, early)
+        self._nccl.all_reduce_(self._how.view(self.flat))
+        if late is not None:
+            scale_(self.flat, late)

@@ -74,7 +74,6 @@ def join(
     topology: Topology,
     plan: Plan,
     watch: Watch,
-    world_ranks: Sequence[int] = (),
 ) -> Communicator:
     """Create the communicator of the ranks of ``world``. Collective.
 
@@ -84,33 +83,24 @@ def join(
         topology: nodes of the ranks.
         plan: algorithms by size.
         watch: performs all waits.
-        world_ranks: world rank of each rank; empty if each rank equals its world rank.
     """
-    world_ranks = world_ranks or range(world.size)
-    group = partial(_group, topology=topology, watch=watch, world_ranks=world_ranks)
+    group = partial(_group, topology=topology, watch=watch)
     if node is None:
         flat = partial(group, plan=plan)
-        return MpiCommunicator(world, watch=watch, world_ranks=world_ranks, make_group=flat)
+        return MpiCommunicator(world, watch=watch, make_group=flat)
     made = HierarchicalCommunicator(
         world,
         node,
-        _rail(world, topology, plan, watch, world_ranks) if plan.num_rails else None,
+        _rail(world, topology, plan, watch) if plan.num_rails else None,
         plan=plan,
         watch=watch,
-        world_ranks=world_ranks,
         make_group=lambda members, ranks, limit: group(members, ranks, limit, plan=made.plan),
     )
     return made
 
 
-def _rail(
-    world: MPI.Intracomm,
-    topology: Topology,
-    plan: Plan,
-    watch: Watch,
-    world_ranks: Sequence[int],
-) -> Rail | None:
-    number = topology.local_rank
+def _rail(world: MPI.Intracomm, topology: Topology, plan: Plan, watch: Watch) -> Rail | None:
+    number, world_ranks = topology.local_rank, watch.ranks or range(world.size)
     color = number if number < plan.num_rails else MPI.UNDEFINED
     rail = WatchedCalls(world, watch).split(color, topology.node)
     if rail is None:
@@ -126,7 +116,7 @@ def _rail(
     )
 
 
-def _group(  # noqa: PLR0913 - arguments of one group, and of all groups
+def _group(
     members: MPI.Intracomm,
     ranks: Sequence[int],
     limit: Limit | None,
@@ -134,15 +124,13 @@ def _group(  # noqa: PLR0913 - arguments of one group, and of all groups
     topology: Topology,
     plan: Plan,
     watch: Watch,
-    world_ranks: Sequence[int],
 ) -> Communicator:
     """Create the communicator of a group; ``ranks`` are its ranks in the parent communicator."""
     if len(ranks) == 1:
         requests.free(members)
         return SerialCommunicator()
     inside = topology.of_group(ranks)
-    of_world = [world_ranks[rank] for rank in ranks]
-    watch = watch.of_group(of_world, limit)
+    watch = watch.of_group(ranks, limit)
     method = "off" if plan.node_memory == "none" else plan.node_memory
     node, _ = share_memory(members, inside, method, watch)
-    return join(members, node, inside, plan_for_group(plan, inside), watch, of_world)
+    return join(members, node, inside, plan_for_group(plan, inside), watch)

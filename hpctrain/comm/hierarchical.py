@@ -45,11 +45,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         rail: ranks of all nodes that own the same slice; None if this rank sends no slice.
         plan: algorithms by size.
         watch: performs all waits.
-        world_ranks: world rank of each rank; empty if each rank equals its world rank.
         make_group: creates the communicators of groups; by default flat communicators.
     """
 
-    def __init__(  # noqa: PLR0913 - the levels, and the arguments of all communicators
+    def __init__(
         self,
         world: "MPI.Intracomm",
         node: SharedMemory,
@@ -57,10 +56,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         *,
         plan: Plan,
         watch: Watch,
-        world_ranks: Sequence[int] = (),
         make_group: MakeGroup | None = None,
     ) -> None:
-        super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
+        super().__init__(world, watch=watch, make_group=make_group)
         self._rail = rail
         self.node: SharedMemory = node
         self.plan = plan  # replaced by ``use``

@@ -43,7 +43,6 @@ class HorovodCommunicator(MpiCommunicator):
         comm: all ranks that Horovod serves, in any order; ``close`` frees it.
         library: the loaded Horovod.
         watch: performs all waits.
-        world_ranks: world rank of each rank; empty if each rank equals its world rank.
         sums: algorithm of sums by size.
         name: prefix of all names of operations; must differ from the prefix of every other
             communicator.
@@ -55,11 +54,10 @@ class HorovodCommunicator(MpiCommunicator):
         library: "Library",
         *,
         watch: Watch,
-        world_ranks: Sequence[int] = (),
         sums: "Sums",
         name: str = "hpctrain",
     ) -> None:
-        super().__init__(comm, watch=watch, world_ranks=world_ranks)
+        super().__init__(comm, watch=watch)
         self._library, self._hvd = library, library.torch
         self.sums = sums
         self._name = name
@@ -98,12 +96,10 @@ class HorovodCommunicator(MpiCommunicator):
     ) -> Communicator:
         if len(ranks) < self.size:
             return super()._make_flat_group(members, ranks, limit)
-        of_world = [self._world_ranks[rank] for rank in ranks]
         return HorovodCommunicator(
             members,
             self._library,
-            watch=self._watch.of_group(of_world, limit),
-            world_ranks=of_world,
+            watch=self._watch.of_group(ranks, limit),
             sums=self.sums,
             name=f"{self._name}.{self._num_groups}",
         )

@@ -66,7 +66,6 @@ class MpiCommunicator(Communicator):
     Args:
         comm: ranks of this communicator. No other code may use it; ``close`` frees it.
         watch: performs all waits; by default without detection of lost ranks and without timeout.
-        world_ranks: world rank of each rank; empty if each rank equals its world rank.
         make_group: creates the communicators of groups; by default flat communicators.
     """
 
@@ -75,17 +74,16 @@ class MpiCommunicator(Communicator):
         comm: MPI.Intracomm,
         *,
         watch: Watch | None = None,
-        world_ranks: Sequence[int] = (),
         make_group: MakeGroup | None = None,
     ) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._watch = watch or Watch()
-        self._watch.record_calls(world_ranks or range(comm.size))
-        self.wire = MpiWire(comm, watch=self._watch, world_ranks=world_ranks)
+        self._world_ranks = self._watch.ranks or range(comm.size)
+        self._watch.record_calls(self._world_ranks)
+        self.wire = MpiWire(comm, watch=self._watch)
         self._watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
-        self._world_ranks = world_ranks or range(comm.size)
         use(comm)
         self._calls = WatchedCalls(comm, self._watch)
         if self._watch.number is None:
@@ -268,7 +266,7 @@ class MpiCommunicator(Communicator):
             limit: limit of waits; None for the limit of this communicator.
         """
         check_group(ranks, self.size)
-        watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
+        watch = self._watch.of_group(ranks, limit)
         wire = MpiWire(self._comm, watch=watch, world_ranks=self._world_ranks)
         tag = zlib.crc32(f"{purpose} {ranks}".encode()) % NUM_TAGS
         had_left = self._has_left_messages
@@ -287,7 +285,7 @@ class MpiCommunicator(Communicator):
     def new_wire(self) -> MpiWire:
         """Create a wire whose messages match no other messages. Collective."""
         self._wires.append(self._calls.duplicate())
-        return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
+        return MpiWire(self._wires[-1], watch=self._watch)
 
     def new_mailbox(self) -> mailbox.Mailbox:
         """Create a mailbox that sends MPI messages."""
@@ -372,9 +370,7 @@ class MpiCommunicator(Communicator):
     def _make_flat_group(
         self, members: MPI.Intracomm, ranks: Sequence[int], limit: Limit | None
     ) -> Communicator:
-        of_world = [self._world_ranks[rank] for rank in ranks]
-        watch = self._watch.of_group(of_world, limit)
-        return MpiCommunicator(members, watch=watch, world_ranks=of_world)
+        return MpiCommunicator(members, watch=self._watch.of_group(ranks, limit))
 
 
 def _new_number(rank: int) -> int:

@@ -221,7 +221,7 @@ class Watch:
         self._hosts = hosts or {}
         self.rank = rank
         self._limit = limit or Limit(timeout_s)
-        self._ranks = ranks
+        self.ranks = ranks
         self.recorder = recorder or FlightRecorder()
         self.calls: CallStream | None = None
         """Collectives of this communicator."""
@@ -240,15 +240,17 @@ class Watch:
         self._has_lost = False  # whether a lost rank was detected
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
-        """Return a watch for a communicator of ``ranks``, which ignores that other ranks leave.
+        """Return a watch for a group of ``ranks``, which ignores that other ranks leave.
 
-        Without ``limit``, the new watch has the limit of this watch.
+        Args:
+            ranks: ranks in the communicator of this watch.
+            limit: limit of waits; None for the limit of this watch.
         """
         return Watch(
             self._find_lost,
             hosts=self._hosts,
             rank=self.rank,
-            ranks=ranks,
+            ranks=ranks if self.ranks is None else [self.ranks[rank] for rank in ranks],
             limit=limit or self._limit,
             recorder=self.recorder,
             notices=self._notices,
@@ -325,7 +327,7 @@ class Watch:
         self.sign[0] = 1 + self.rank
         if self._notices is not None and not self._has_lost:
             reason = str(error) if isinstance(error, MismatchError) else ""
-            self._notices.report_failure(self.number, self._ranks, reason)
+            self._notices.report_failure(self.number, self.ranks, reason)
 
     def free(self, comm: "MPI.Intracomm") -> None:
         """Free an MPI communicator unless this communicator has failed. Every rank must call it.
@@ -387,7 +389,7 @@ class Watch:
             found = self._notices.failure(self.number)
             if found is not None and not self.sign[0]:
                 self.sign[0] = 1 + found[0]
-                self._notices.report_failure(self.number, self._ranks, found[1], found[0])
+                self._notices.report_failure(self.number, self.ranks, found[1], found[0])
         if self.sign[0]:
             raise self._failure()
 
@@ -440,7 +442,7 @@ class Watch:
         last = max(mine)
         since_s = mine.get(last - 1, ("", -math.inf))[1]
         found = self._notices.exchange_calls(
-            self.number, self._ranks, (last, mine[last][0]), since_s
+            self.number, self.ranks, (last, mine[last][0]), since_s
         )
         for rank, (number, text) in found.items():
             own = mine.get(number, (text,))[0]
@@ -465,7 +467,7 @@ class Watch:
         limit = self._limit
         limit.check()
         try:
-            self._find_lost(self._ranks if partner is None else (partner,))
+            self._find_lost(self.ranks if partner is None else (partner,))
         except RankLostError:
             self._has_lost = True
             raise

@@ -10,7 +10,7 @@ import pytest
 import hpctrain
 from hpctrain.async_sgd import sharded_embedding
 from hpctrain.comm import request_thread, waiting
-from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES
+from hpctrain.comm.process_group.reductions import LARGE_BYTES
 from hpctrain.core.config import Settings
 from hpctrain.core.keys import keys_of
 from hpctrain.core.units import GIB, KIB, MIB

@@ -120,20 +120,18 @@ def test_random_sums_have_the_bits_of_torch(seed):
     def rank_main(rank, kernel):
         turn = 0
         for number, (kind, values, how, scale, _) in enumerate(calls, 1):
-            what = number, turn, how.kernel_number
             numel = how.view(values[rank]).numel()
             if kind == "barrier":
                 code = kernel.barrier()
             elif kind == "bucket":
-                code = kernel.sum_bucket(
-                    *what, addresses_of(values), numel, scale, checks_finite=False
-                )
+                what = how.kernel_number, addresses_of(values), numel, scale
+                code = kernel.sum_bucket(number, turn, what, checks_finite=False)
                 turn = 1 - turn
             else:
                 mine = how.view(values[rank])
                 in_slices = kind == "slices"
-                what += mine.data_ptr(), mine.numel(), scale
-                code = kernel.sum_values(*what, in_slices=in_slices)
+                what = how.kernel_number, mine.data_ptr(), mine.numel(), scale
+                code = kernel.sum_values(number, turn, what, in_slices=in_slices)
                 turn = (turn + max(1, -(-mine.nbytes // SLOT_BYTES))) % 2
             assert end(kernel, code) == DONE
 
@@ -153,12 +151,8 @@ def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, checks_finite):
         value[250] = bad
 
     def rank_main(_, kernel):
-        return end(
-            kernel,
-            kernel.sum_bucket(
-                1, 0, 0, addresses_of(values), 300, None, checks_finite=checks_finite
-            ),
-        )
+        what = 0, addresses_of(values), 300, None
+        return end(kernel, kernel.sum_bucket(1, 0, what, checks_finite=checks_finite))
 
     assert node.run(rank_main) == [DONE, DONE]
     assert node.cells[4::8].tolist() == [0, int(checks_finite)]
@@ -170,7 +164,8 @@ def test_different_calls_are_found_on_all_ranks_before_values_change():
 
     def rank_main(rank, kernel):
         call, address = 7 + (rank == 1), values[rank].data_ptr()
-        return end(kernel, kernel.sum_values(call, 0, 0, address, 50, None, in_slices=True))
+        what = 0, address, 50, None
+        return end(kernel, kernel.sum_values(call, 0, what, in_slices=True))
 
     assert Node(3).run(rank_main) == [DIFFERENT] * 3
     assert all(torch.equal(value, torch.arange(50.0)) for value in values)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from hpctrain.comm.nccl.nccl_bucket import NcclBucket
+from hpctrain.comm.bucket_storage import NcclBucket
 from tests.gpu.test_order import (
     NUMEL,
     DroppedUnderWay,

@@ -10,9 +10,9 @@ import torch
 from mpi4py import MPI
 
 from hpctrain.comm import bucket_storage
+from hpctrain.comm.bucket_storage import NcclBucket
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.nccl import nccl_communicator
-from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 from hpctrain.comm.nccl.nccl_communicator import Offer, nccl_over, why_not
 from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from tests.gradients import test_programs as programs
@@ -194,7 +194,7 @@ BODY = """
 import ctypes
 from torch import nn
 from hpctrain.comm import bucket_storage
-from hpctrain.comm.nccl.nccl_bucket import NcclBucket
+from hpctrain.comm.bucket_storage import NcclBucket
 from tests.stand_in import StandIn
 
 ctypes.CDLL({library!r})

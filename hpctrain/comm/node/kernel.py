@@ -23,8 +23,10 @@ DONE, LATE, DIFFERENT, FAILED = range(4)
 
 _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
 
-
 Reduce = Callable[[int, int, int], int]
+Values = tuple[int, Any, int, float | None]
+"""The ``kernel_number`` of a combination, an address or the addresses of all ranks, the number of
+elements, and the factor of the sum."""
 
 
 class ReductionStruct(ctypes.Structure):
@@ -132,37 +134,16 @@ class Kernel:
         """Begin a barrier; return the result, such as ``DONE``."""
         return int(self._barrier(self._state))
 
-    def sum_bucket(  # noqa: PLR0913 - those of the function in C
-        self,
-        call: int,
-        turn: int,
-        dtype: int,
-        addresses: Any,
-        numel: int,
-        scale: float | None,
-        *,
-        checks_finite: bool,
-    ) -> int:
-        """Begin to sum the buckets at ``addresses`` in place; return the result.
-
-        ``dtype`` is the ``kernel_number`` of a combination.
-        """
+    def sum_bucket(self, call: int, turn: int, values: Values, *, checks_finite: bool) -> int:
+        """Begin to sum the buckets of all ranks in place; return the result."""
+        dtype, addresses, numel, scale = values
         function = self._bucket[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, checks_finite))
 
-    def sum_values(  # noqa: PLR0913 - those of the function in C
-        self,
-        call: int,
-        turn: int,
-        dtype: int,
-        address: int,
-        numel: int,
-        scale: float | None,
-        *,
-        in_slices: bool,
-    ) -> int:
+    def sum_values(self, call: int, turn: int, values: Values, *, in_slices: bool) -> int:
         """Begin to sum contiguous values in place, through the slots; return the result."""
+        dtype, address, numel, scale = values
         function = self._values[numel > _INSTANT_NUMEL]
         what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
         return int(function(self._state, *what, in_slices))

@@ -161,7 +161,7 @@ class SharedMemory:
             self.begin(call)
             what = number, bucket.addresses, bucket.numel, scale
             code = kernel.sum_bucket(
-                call.number, self.turn, *what, checks_finite=self._checks_finite
+                call.number, self.turn, what, checks_finite=self._checks_finite
             )
             self._finish(code, call)
             self.switch_slots(2 * bucket.flat.nbytes)
@@ -190,7 +190,7 @@ class SharedMemory:
         if kernel is None or number < 0 or not values.is_cpu:
             return False
         what = number, values.data_ptr(), values.numel(), scale
-        code = kernel.sum_values(call.number, self.turn, *what, in_slices=in_slices)
+        code = kernel.sum_values(call.number, self.turn, what, in_slices=in_slices)
         self._finish(code, call)
         increment_version((values,))
         self.turn = (self.turn + self.slots.num_chunks(values)) % 2

@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES, BucketsInPlace
 from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup, on_cpu
-from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
+from hpctrain.comm.process_group.reductions import (
+    LARGE_BYTES,
+    BucketsInPlace,
+    GroupReduction,
+    allreduce,
+    sparse_sum,
+)
 from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.process_group.work import Message
 from hpctrain.comm.tensor_arguments import copy_back, flat_of, name_of

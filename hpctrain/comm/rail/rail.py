@@ -81,7 +81,7 @@ class MpiWire(Wire):
     Args:
         comm: the ranks.
         watch: detects lost ranks while this rank waits.
-        world_ranks: world rank of each rank; empty if each rank equals its world rank.
+        world_ranks: world rank of each rank; by default those of ``watch``.
         name: name for error messages, such as ``rail 0``. A wire with a name is for collectives,
             each of which has its own tags.
     """
@@ -99,7 +99,7 @@ class MpiWire(Wire):
         self.num_bytes_sent = 0  # bytes that this rank has sent so far
         self._comm = comm
         self._watch = watch or Watch()
-        self._world_ranks = world_ranks or range(comm.size)
+        self._world_ranks = world_ranks or self._watch.ranks or range(comm.size)
         self._name = name
         self._status = MPI.Status()
 
@@ -299,7 +299,7 @@ class Rail:
         table: names of ``ALGORITHMS`` by size of the slice.
         chunk_bytes: see ``Plan``.
         watch: detects lost ranks while this rank waits.
-        world_ranks: world rank of each rank; empty if each rank equals its world rank.
+        world_ranks: world rank of each rank; by default those of ``watch``.
         name: name for error messages, such as ``rail 0``.
     """
 
