@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.downpour import AsyncSGD, Downpour
@@ -14,12 +13,10 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import MismatchError
-from hpctrain.core.python_compat import Self
 from hpctrain.core.target import check_arguments
 from hpctrain.train.local_exchange import OwnStepsExchange, naming
 from hpctrain.train.model import BuiltModel
 from hpctrain.train.run_config import RunConfig
-from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SyncConfig
 
@@ -44,9 +41,7 @@ class AsyncExchange(OwnStepsExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        model: model of this rank.
-        method: asynchronous method; must have no dedicated server ranks.
-        precision: scales the loss.
+        built: identical model on all ranks, and a plain optimizer.
     """
 
     method: AsyncMethod
@@ -56,28 +51,16 @@ class AsyncExchange(OwnStepsExchange):
     leads_step = True  # each rank counts its own steps
     replicas_agree = False
 
-    def __init__(
-        self,
-        config: RunConfig,
-        comm: Communicator,
-        model: nn.Module,
-        method: AsyncMethod,
-        precision: Precision,
-    ) -> None:
-        super().__init__(config, comm, model, method.optimizer, method, precision)
+    def __init__(self, config: RunConfig, comm: Communicator, built: BuiltModel) -> None:
+        with agreed(comm):
+            method = _make_method(config.sync, built)
+        super().__init__(config, comm, built, method.optimizer, method)
         method.is_compared = False  # the run settles before its end, so no check at exit is needed
         self._must_synchronize = False
         self._step = self._step_since_sync = 0
         self._figures: Figures = {"staleness": 0.0, "staleness_most": 0}
         self._counted = (0, 0)
         self._hook = method.optimizer.register_step_post_hook(lambda *_: self._end_step())
-
-    @classmethod
-    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return an exchange for this rank's replica. Collective."""
-        with agreed(comm):
-            method = _make_method(config.sync, built)
-            return cls(config, comm, built.model, method, built.precision)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates; if ``must_agree``, synchronize after the step. Local."""

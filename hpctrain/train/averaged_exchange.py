@@ -15,7 +15,6 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.by_name import codec_named
 from hpctrain.compress.codec import Codec, Savings
 from hpctrain.core.logs import logger
-from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted
 from hpctrain.gradients.noise_watch import watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer
@@ -23,9 +22,7 @@ from hpctrain.optim.noise_scale import Measured, NoiseScale
 from hpctrain.train.model import BuiltModel
 from hpctrain.train.refusals import step_name
 from hpctrain.train.run_config import RunConfig
-from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepExchange
-from hpctrain.train.tables import Tables
 
 
 class AccumulatedExchange(StepExchange):
@@ -34,23 +31,16 @@ class AccumulatedExchange(StepExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        model: model of this rank.
+        built: identical model on all ranks, and a plain optimizer.
         optimizer: optimizer of this rank.
         method: weights this rank by its number of samples and combines the gradients.
-        precision: scales the loss.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        comm: Communicator,
-        model: nn.Module,
-        optimizer: Any,
-        method: Any,
-        precision: Precision,
+        self, config: RunConfig, comm: Communicator, built: BuiltModel, optimizer: Any, method: Any
     ) -> None:
-        super().__init__(config, comm, model, optimizer, method)
-        self._precision, self._step_name = precision, step_name(config)
+        super().__init__(config, comm, built.model, optimizer, method)
+        self._precision, self._step_name = built.precision, step_name(config)
 
     @property
     def takes_part(self) -> bool:
@@ -115,30 +105,15 @@ class AveragedExchange(AccumulatedExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        model: model of this rank.
-        optimizer: the distributed optimizer.
-        precision: scales the loss.
-        tables: sharded embeddings, updated in addition to the optimizer.
+        built: identical model on all ranks, and a plain optimizer. Sharded embeddings are updated
+            in addition to the optimizer.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        comm: Communicator,
-        model: nn.Module,
-        optimizer: Any,
-        precision: Precision,
-        tables: Tables,
-    ) -> None:
-        super().__init__(config, comm, model, optimizer, optimizer, precision)
-        self._tables, self.noise = tables, _noise(config, comm, optimizer)
-        self._measured = list[Measured]()  # norms of the first micro-batch, on a single rank
-
-    @classmethod
-    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return an exchange for a model that is identical on all ranks. Collective."""
+    def __init__(self, config: RunConfig, comm: Communicator, built: BuiltModel) -> None:
         optimizer = distributed(config, built.model, built.optimizer)
-        return cls(config, comm, built.model, optimizer, built.precision, built.tables)
+        super().__init__(config, comm, built, optimizer, optimizer)
+        self._tables, self.noise = built.tables, _noise(config, comm, optimizer)
+        self._measured = list[Measured]()  # norms of the first micro-batch, on a single rank
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates of the optimizer and of sharded embeddings. Local."""

@@ -5,16 +5,15 @@ from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.by_name import codec_named
+from hpctrain.core.checks import Finite0, checked
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.core.python_compat import Self
 from hpctrain.core.target import check_arguments
 from hpctrain.local_sgd.diloco import DiLoCo
 from hpctrain.local_sgd.local_method import LocalMethod
@@ -23,7 +22,6 @@ from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.averaged_exchange import AccumulatedExchange
 from hpctrain.train.model import BuiltModel
 from hpctrain.train.run_config import RunConfig
-from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SYNCHRONOUS, SyncConfig
 
@@ -120,32 +118,16 @@ class LocalExchange(OwnStepsExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        model: model of this rank.
-        optimizer: plain optimizer, on which ``method`` registers hooks.
-        method: decides when the ranks average parameters or updates.
-        precision: scales the loss.
+        built: model of this rank, and a plain optimizer, on which the method registers hooks.
     """
 
     method: LocalMethod
 
-    def __init__(
-        self,
-        config: RunConfig,
-        comm: Communicator,
-        model: nn.Module,
-        optimizer: Optimizer,
-        method: LocalMethod,
-        precision: Precision,
-    ) -> None:
-        super().__init__(config, comm, model, optimizer, method, precision)
-        self.wants_epoch_loss = isinstance(method, StagedSGD)
-
-    @classmethod
-    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return an exchange for this rank's replica. Collective."""
+    def __init__(self, config: RunConfig, comm: Communicator, built: BuiltModel) -> None:
         with agreed(comm):
             method = _make_method(config, built)
-            return cls(config, comm, built.model, built.optimizer, method, built.precision)
+        super().__init__(config, comm, built, built.optimizer, method)
+        self.wants_epoch_loss = isinstance(method, StagedSGD)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates; if ``must_agree``, synchronize after the step. Local."""
@@ -321,9 +303,4 @@ def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int
             f"sync.args must have either {name} or {other}, but has {name}={epochs!r} and "
             f"{other}={args[other]!r}; leave one out"
         )
-    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs >= 0:
-        raise ConfigError(
-            f"sync.args.{name} must be a number of epochs, at least 0, got {epochs!r}; use 0 or "
-            f"more"
-        )
-    return round(epochs * epoch_steps)
+    return round(float(checked(f"sync.args.{name}", epochs, Finite0)) * epoch_steps)

@@ -1,5 +1,7 @@
 """Selection of the exchange for a configuration."""
 
+from collections.abc import Callable
+
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
@@ -18,6 +20,8 @@ _EXCHANGES = {
 }
 """Module and class of each exchange; a run imports only the module that it uses."""
 
+_Constructor = Callable[[RunConfig, Communicator, BuiltModel], StepExchange]
+
 
 def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> StepExchange:
     """Return the exchange for ``config``. Collective.
@@ -34,8 +38,8 @@ def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> S
     """
     _check(config, comm)  # raises on all ranks, which have one configuration
     with agreed(comm):
-        kind: type[StepExchange] = imported(f"hpctrain.train.{_EXCHANGES[_name(config)]}")
-    return kind.build(config, comm, built)
+        kind: _Constructor = imported(f"hpctrain.train.{_EXCHANGES[_name(config)]}")
+    return kind(config, comm, built)
 
 
 def _name(config: RunConfig) -> str:

@@ -14,7 +14,6 @@ from hpctrain.checkpoint.loading import read_manifest
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ReplicaError
-from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.sample_count import bits_of, flags_of
@@ -33,28 +32,20 @@ class ParallelExchange(StepExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        layout: mesh of all ranks.
-        method: this rank's part of the model, and its optimizer.
+        built: the whole model, identical on all ranks, and a plain optimizer.
     """
 
     method: ModelParallel
     raised_flags = 0
     communication_seconds = 0.0
 
-    def __init__(
-        self, config: RunConfig, comm: Communicator, layout: ParallelLayout, method: ModelParallel
-    ) -> None:
-        super().__init__(config, comm, method.model, method.optimizer, method)
-        self._layout = layout
-        self._flags, self._loss, self._mean_loss = 0, 0.0, math.nan
-
-    @classmethod
-    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Divide the model among the ranks, and return the exchange. Collective."""
+    def __init__(self, config: RunConfig, comm: Communicator, built: BuiltModel) -> None:
         with agreed(comm):
             device_type = next(built.model.parameters()).device.type
-            layout = ParallelLayout(config.parallel, device_type)
-            return cls(config, comm, layout, ModelParallel(config, built, layout))
+            self._layout = ParallelLayout(config.parallel, device_type)
+            method = ModelParallel(config, built, self._layout)
+        super().__init__(config, comm, method.model, method.optimizer, method)
+        self._flags, self._loss, self._mean_loss = 0, 0.0, math.nan
 
     def raise_flags(self, flags: int) -> None:
         """Add these bits to the flags of the step, which all ranks receive. Local."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.fixed_tree import aligned_parts
@@ -31,17 +30,13 @@ class ReproducibleExchange(StepExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        model: model of this rank.
-        optimizer: plain optimizer.
-        method: computes and sums the gradients.
+        built: identical model on all ranks, and a plain optimizer.
     """
 
     is_reproducible = True
     method: Reproducible
 
-    @classmethod
-    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return an exchange for a model that is identical on all ranks. Collective."""
+    def __init__(self, config: RunConfig, comm: Communicator, built: BuiltModel) -> None:
         with agreed(comm):
             num_micro_shards = config.train.micro_shards_on(comm.size)
             assert num_micro_shards is not None
@@ -52,7 +47,7 @@ class ReproducibleExchange(StepExchange):
                 num_micro_shards=num_micro_shards,
                 seed=config.seed,
             )
-        return cls(config, comm, built.model, built.optimizer, method)
+        super().__init__(config, comm, built.model, built.optimizer, method)
 
     def backward(
         self, batch: StepBatch, forward: Forward, observer: LossObserver

@@ -24,10 +24,9 @@ from hpctrain.comm.norms import clip_grad_norm_, exact_sum, total_norm
 from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.compress.codec import Codec, Savings
 from hpctrain.core.errors import CheckpointError
-from hpctrain.core.python_compat import Self
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.replica_check import require_equal_replicas
-from hpctrain.train.model import BuiltModel, misfits
+from hpctrain.train.model import misfits
 from hpctrain.train.run_config import RunConfig
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -91,17 +90,6 @@ class StepExchange:
         self.model, self.optimizer = model, optimizer
         self.method: Any = method  # each implementation annotates its type
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-
-    @classmethod
-    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
-        """Return an exchange for a model that is identical on all ranks. Collective.
-
-        The exchange may replace model and optimizer.
-
-        Raises:
-            MismatchError: arguments of the method are invalid; on all ranks.
-        """
-        raise NotImplementedError
 
     # -- one step -------------------------------------------------------------------------------
 
