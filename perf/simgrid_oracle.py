@@ -1,4 +1,4 @@
-"""All-reduces of MPI simulated by SimGrid, as a reference for ``hpctrain.cost.simulate``.
+"""All-reduces of MPI simulated by SimGrid, as a reference for ``hpctrain.cost.step``.
 
 The program needs ``smpicc`` and ``smpirun`` of SimGrid (Debian: libsimgrid-dev):
 

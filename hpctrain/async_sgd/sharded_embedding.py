@@ -33,8 +33,14 @@ from hpctrain.async_sgd.sharded_embedding_ids import (
     check_storage,
 )
 from hpctrain.async_sgd.sharded_embedding_memory import NodeRows, require_memory
-from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
-from hpctrain.async_sgd.sharded_embedding_rows import Buffers, Places, RowSums, bag_sums, keys_of
+from hpctrain.async_sgd.sharded_embedding_rows import (
+    Buffers,
+    Places,
+    RowOwners,
+    RowSums,
+    bag_sums,
+    keys_of,
+)
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate, make_rule
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hpctrain.async_sgd.sharded_embedding_cache import RowCache
 from hpctrain.async_sgd.sharded_embedding_memory import NodeRows
-from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
 from hpctrain.async_sgd.sharded_embedding_rows import (
     Places,
+    RowOwners,
     RowSums,
     keys_at,
     keys_of,

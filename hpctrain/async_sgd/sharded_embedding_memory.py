@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.async_sgd.sharded_embedding_ids import FirstRows
-from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
-from hpctrain.async_sgd.sharded_embedding_rows import Bytes, Places, put, take
+from hpctrain.async_sgd.sharded_embedding_rows import Bytes, Places, RowOwners, put, take
 from hpctrain.async_sgd.sharded_embedding_rules import Rule, learning_rate
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.cluster.resources import available_bytes

@@ -15,13 +15,12 @@ from hpctrain.cli.options import (
     aligned,
     argument,
     option,
-    plural,
     show_json,
     takes,
 )
 from hpctrain.cli.shared_work import ranks
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_bytes, parse_size
+from hpctrain.core.units import format_bytes, parse_size, plural
 from hpctrain.data.tools import info as information
 from hpctrain.data.tools import label_split, rewriting
 from hpctrain.data.tools import repair as repairing

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hpctrain.cli.options import argument, flag, option, plural, takes
+from hpctrain.cli.options import argument, flag, option, takes
 from hpctrain.cli.shared_work import ranks
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_bytes, parse_size
+from hpctrain.core.units import format_bytes, parse_size, plural
 from hpctrain.data.format import dataset_manifest
 from hpctrain.data.packing import pack as packing
 

@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hpctrain.cli.options import FAILED, AsJson, SiteName, flag, option, plural, show_json
+from hpctrain.cli.options import FAILED, AsJson, SiteName, flag, option, show_json
 from hpctrain.cluster.env import launched
 from hpctrain.core import atomic
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import LEVELS, Finding, Level
+from hpctrain.core.units import plural
 from hpctrain.doctor.checks import gpu_network, table
 from hpctrain.doctor.checks.check import named
 from hpctrain.doctor.checks.facts import Facts
@@ -80,13 +81,8 @@ def doctor(  # noqa: PLR0913 - options of the command
     else:
         show(findings, verbose=verbose)
     if report is not None:
-        try:
+        with atomic.explained_writes("the file of --report", report, "name another file"):
             report.write_text(bug_report.bug_report(findings), encoding="utf-8")
-        except OSError as error:
-            reason = atomic.refusal(error, "name another file")
-            raise ConfigError(
-                f"the file of --report must be writable, but {report} is not: {reason}"
-            ) from None
         typer.echo(f"read {report} before you attach it to a bug report", err=True)
     if any(finding.is_wrong for finding in findings):
         raise typer.Exit(FAILED)

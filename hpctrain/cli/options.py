@@ -77,11 +77,6 @@ def aligned(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]
         yield f"{indent}{'  '.join(texts)}".rstrip()
 
 
-def plural(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 shard`` or ``2 shards``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def require_name(path: Path | None, remedy: str) -> Path:
     """Return ``path``, or raise ``ConfigError`` with the message ``remedy`` if it is None."""
     if path is None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hpctrain.cli.options import RunFolder, flag, option
 from hpctrain.core.units import format_seconds
-from hpctrain.train import slow_ranks, watch
+from hpctrain.train import history, slow_ranks, watch
 from hpctrain.train.console import figures
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
         of = f" of {num_steps} ({view.step / num_steps:.0%})" if num_steps else ""
         ago = f", recorded {format_seconds(view.record_age_s)} ago" if view.record_age_s else ""
         yield "step", f"{view.step}{of}, epoch {last['epoch']}{ago}"
-        yield "loss", f"{_number(last['loss'])} in training, learning rate {last['lr']:g}"
+        yield "loss", f"{history.number(last['loss'])} in training, learning rate {last['lr']:g}"
         yield "speed", f"{last['samples_per_s']:.0f} samples/s over all ranks"
     if view.test:
-        metric, loss = _number(view.test["metric"]), _number(view.test["loss"])
+        metric, loss = history.number(view.test["metric"]), history.number(view.test["loss"])
         tested = view.begun.get("tested", "test")
         yield tested, f"metric {metric}, loss {loss} after step {view.test['step']}"
     if view.left_s and not view.has_ended:
@@ -143,7 +143,3 @@ def _state(view: "RunView") -> str:
     if view.life == "silent":
         return f"{view.holder} has written no heartbeat{age}: it is stopped, or its node is lost"
     return f"running: {view.holder}"
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -218,7 +218,7 @@ def limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> dict[str, flo
     """
     files, most_files = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
     of_user = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]) if os.geteuid() else math.inf
-    texts = (_read(folder / "pids.max") for folder in folders("pids", root, membership))
+    texts = (text_of(folder / "pids.max") for folder in folders("pids", root, membership))
     threads = min([of_user, *(int(text) for text in texts if text.isdigit())])
     return {"files": files, "most_files": most_files, "threads": threads}
 
@@ -249,16 +249,17 @@ def links(classes: tuple[Path, ...] = CLASSES, network: Path = NETWORK) -> dict[
     """Return the active network devices of this host by name, with the rates of their ports."""
     found = {}
     for card in live_adapters(classes):
-        rates = [_read(path) for path in sorted(card.glob("ports/*/rate"))]
+        rates = [text_of(path) for path in sorted(card.glob("ports/*/rate"))]
         found[card.name] = ", ".join(filter(None, rates)) or "unknown"
     for device in sorted(network.glob("*/device")):
-        speed = _read(device.parent / "speed")  # -1 if the device does not report a speed
-        if _read(device.parent / "operstate") == "up":
+        speed = text_of(device.parent / "speed")  # -1 if the device does not report a speed
+        if text_of(device.parent / "operstate") == "up":
             found[device.parent.name] = f"{speed} Mbit/s" if speed.isdigit() else "unknown"
     return found
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file of the kernel; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

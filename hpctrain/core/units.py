@@ -118,6 +118,18 @@ def listed(ranks: Iterable[int]) -> str:
     return f"{list(ranks)!s:.200}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 core`` or ``2 cores``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def shortened(items: Iterable[object], most: int) -> str:
+    """Return the first ``most`` items, and the number of omitted items: ``a, b and 3 more``."""
+    texts = [*map(str, items)]
+    rest = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def by_rank(messages: Sequence[str | None]) -> str:
     """Return one text with each distinct message and its ranks; None means no message."""
     ranks_of: dict[str, list[int]] = {}

@@ -19,9 +19,9 @@ from hpctrain.cost.machine import Link as Link
 from hpctrain.cost.machine import Machine as Machine
 from hpctrain.cost.planner import Goal as Goal
 from hpctrain.cost.planner import advise as advise
-from hpctrain.cost.simulate import allreduce_times as allreduce_times
 from hpctrain.cost.step import Model as Model
 from hpctrain.cost.step import StepTime as StepTime
+from hpctrain.cost.step import allreduce_times as allreduce_times
 from hpctrain.cost.step import least_step_s as least_step_s
 from hpctrain.cost.step import simulate_steps as simulate_steps
 from hpctrain.cost.step import step_time as step_time

@@ -1,7 +1,7 @@
 """All-reduce algorithms between nodes as schedules of messages, for execution and for simulation.
 
 The argument ``rank`` of a function is either the number of one rank, for the execution in
-``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.simulate``. The
+``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.step``. The
 docstrings state times for N ranks and a message of m bytes, where the latency is a seconds and
 each byte takes b seconds. Not collective.
 

@@ -13,6 +13,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
+from hpctrain.core.units import shortened
 from hpctrain.data.order.order import Order
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.steps import Division, Steps
@@ -57,10 +58,9 @@ class Split:
                 f"num_parts {num_parts}; use a larger num_parts"
             )
         if empty.size:
-            which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
-            more = f" and {empty.size - 8} more" if empty.size > 8 else ""
+            which = f"part{'s' if empty.size > 1 else ''} {shortened(empty, 8)}"
             raise DataError(
-                f"each of the {num_parts} parts must have a sample, but {which}{more} would "
+                f"each of the {num_parts} parts must have a sample, but {which} would "
                 f"have none of {parts.size}; use fewer parts, a larger ALPHA or another seed"
             )
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import hpctrain
 from hpctrain.comm.flight_recorder import FlightRecorder, is_collective
 from hpctrain.core.config import Settings
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import format_ranks, shortened
 from hpctrain.negotiation.messages import slots_of
 
 _LOG = logging.getLogger(__name__)
@@ -200,8 +200,7 @@ def _ranks(ranks: int, members: Sequence[SetMember]) -> str:
 
 def _on_hosts(ranks: int, members: Sequence[SetMember]) -> str:
     hosts = sorted({members[number].host for number in slots_of(ranks)})
-    where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
-    return f"{_ranks(ranks, members)} on {where}"
+    return f"{_ranks(ranks, members)} on {shortened(hosts, 4)}"
 
 
 MAX_FRAMES = 10  # maximum number of lines of a stack, innermost kept

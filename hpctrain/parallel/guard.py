@@ -21,7 +21,6 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError, ReplicaError
 from hpctrain.core.torch_compat import call_after_backward, graph_task_id, move_to_front
 from hpctrain.gradients.weight_sample import WeightSample
-from hpctrain.parallel.guard_axes import Axis, GuardLayout, difference, gathered, maxima
 from hpctrain.parallel.guard_facts import (
     NOTHING,
     bounds_of,
@@ -37,7 +36,14 @@ from hpctrain.parallel.guard_facts import (
     texts,
     writes_of,
 )
-from hpctrain.parallel.guard_layout import LayoutFinder
+from hpctrain.parallel.guard_layout import (
+    Axis,
+    GuardLayout,
+    LayoutFinder,
+    difference,
+    gathered,
+    maxima,
+)
 from hpctrain.parallel.last_step import LastStep
 
 FORWARD, EVALUATION, STEP = 0, 1, 2

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import is_dense, value_hashes
 from hpctrain.gradients.weight_sample import WeightSample
-from hpctrain.parallel.guard_axes import Axis, GuardLayout
 from hpctrain.parallel.guard_facts import part, settings_of
+from hpctrain.parallel.guard_layout import Axis, GuardLayout
 from hpctrain.runtime import world
 
 if TYPE_CHECKING:

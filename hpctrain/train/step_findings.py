@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import format_ranks, shortened
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import unfinite_weights
 from hpctrain.train.task import Task
@@ -28,12 +28,11 @@ class NotFiniteFinding:
 
     def describe(self) -> str:
         """Return loss, gradient norm and samples in one human-readable line."""
-        shown = ", ".join(map(str, self.samples[:_MAX_SAMPLES])) or "none"
-        more = len(self.samples) - _MAX_SAMPLES
+        shown = shortened(self.samples, _MAX_SAMPLES) or "none"
         norm = "" if self.norm is None else f" and gradient norm {self.norm:g}"
         return (
             f"loss {self.loss:g}{norm} in step {self.step} (epoch {self.epoch}, learning rate "
-            f"{self.lr:g}), samples {shown}" + (f" and {more} more" if more > 0 else "")
+            f"{self.lr:g}), samples {shown}"
         )
 
     def record(self, rank: int) -> dict[str, Any]:

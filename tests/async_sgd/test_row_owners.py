@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
-from hpctrain.async_sgd.sharded_embedding_rows import keys_at, rows_of
+from hpctrain.async_sgd.sharded_embedding_rows import RowOwners, keys_at, rows_of
 
 PLACEMENTS = {
     "one rank": [(0,)],

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from hpctrain.async_sgd.requirements import Roles
+from hpctrain.async_sgd.server import WorkerClocks
 from hpctrain.async_sgd.server_messages import Push, Settle
 from hpctrain.async_sgd.stale_synchronous import ClockedServer
-from hpctrain.async_sgd.worker_clocks import WorkerClocks
 from tests.harness.growth import num_operations
 
 

@@ -21,7 +21,7 @@ from hpctrain.cost.collectives import (
 )
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.schedules import SCHEDULES
-from hpctrain.cost.simulate import allreduce_times
+from hpctrain.cost.step import allreduce_times
 from tests.comm.simulated import run_ranks
 
 SEGMENT_BYTES = SCHEDULES["double_tree"].segment_bytes

@@ -13,7 +13,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.cost.collectives import AllreduceSpec, allreduce
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.schedules import COPY, NOBODY, SCHEDULES
-from hpctrain.cost.simulate import allreduce_times
+from hpctrain.cost.step import allreduce_times
 
 ORACLE = json.loads((Path(__file__).parents[2] / "perf/results/simgrid.json").read_text())
 LATENCY_S, BYTES_PER_S = 2e-6, 10e9

@@ -13,8 +13,14 @@ from hpctrain.core.units import MIB
 from hpctrain.cost.collectives import AllreduceSpec, allreduce
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.schedules import SCHEDULES
-from hpctrain.cost.simulate import allreduce_times
-from hpctrain.cost.step import Model, lateness, least_step_s, simulate_steps, step_time
+from hpctrain.cost.step import (
+    Model,
+    allreduce_times,
+    lateness,
+    least_step_s,
+    simulate_steps,
+    step_time,
+)
 
 MACHINE = Machine(nodes=8, ranks_per_node=4, network=Link(5e-6, 1e9))
 MODEL = Model(parameters=25e6, samples_per_s=100, rank_batch=32, overlap=False)

@@ -7,8 +7,13 @@ import pytest
 
 from hpctrain.core.units import GIB
 from hpctrain.doctor.checks import gpu_network as checks
-from hpctrain.doctor.checks.facts import Adapter, DirectoryFacts
-from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts, GpuPlace, StripeFacts
+from hpctrain.doctor.checks.facts import (
+    Adapter,
+    DirectoryFacts,
+    GpuNetworkFacts,
+    GpuPlace,
+    StripeFacts,
+)
 from hpctrain.doctor.checks.table import examine
 from hpctrain.doctor.host import gather_gpu_network as host
 from hpctrain.launch import site as sites

@@ -8,7 +8,7 @@ from hpctrain.cluster.env import ranks_per_node
 from hpctrain.cluster.resources import Room
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, MIB
-from hpctrain.doctor.checks import environment, gpus, job, limits, network, node
+from hpctrain.doctor.checks import environment, gpus, job, network, node
 from hpctrain.doctor.checks.check import few, merge
 from hpctrain.doctor.checks.facts import Adapter, DirectoryFacts, Reached
 from hpctrain.doctor.checks.table import examine
@@ -267,7 +267,7 @@ TABLE = {
     environment.check_settings: [
         ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT must be a number"),
     ],
-    limits.check_limits: [
+    node.check_limits: [
         ({}, {}, "ok", "any number of open files"),
         (LARGE, files(1024), "note", "`ulimit -n 10063` before the launch"),
         (LARGE, files(1024, most_files=4096), "note", "LimitNOFILE of slurmd"),

@@ -7,7 +7,7 @@ import math
 import os
 import queue
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import add_note
+from hpctrain.core.units import shortened
 from hpctrain.data.data_config import WORKER_TIMEOUT_S
 from hpctrain.data.samples import file_of
 from hpctrain.data.transform import (
@@ -180,14 +181,8 @@ class _Worker:
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
-        where = f" ({_some(files)})" if files else ""
-        return f"sample{'s' * (len(found) != 1)} {_some(found)}{where}"
-
-
-def _some(names: Iterable[object]) -> str:
-    shown = list(map(str, names))
-    rest = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
-    return f"{', '.join(shown[:_NAMED])}{rest}"
+        where = f" ({shortened(files, _NAMED)})" if files else ""
+        return f"sample{'s' * (len(found) != 1)} {shortened(found, _NAMED)}{where}"
 
 
 def _remote(error: Exception, frames: str, whole: str) -> Exception:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from hpctrain.core.finding import Finding
+from hpctrain.core.units import shortened
 
 SHOWN = 4  # hosts, values or findings of a kind in the output
 
@@ -24,16 +25,7 @@ note = partial(Finding, "", "note")  # good to know
 warning = partial(Finding, "", "warning")  # slow or risky; needs a remedy
 error = partial(Finding, "", "error")  # will fail; needs a remedy
 
-
-def plural(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 core`` or ``2 cores``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return a text with the first names and the number of omitted names."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
+listed = partial(shortened, most=SHOWN)  # the first names
 
 
 def few(findings: Sequence[Finding]) -> list[Finding]:
@@ -61,7 +53,7 @@ def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[F
     named = [
         finding
         if len(own) == num_hosts
-        else replace(finding, what=f"{listed(list(own))}: {finding.what}")
+        else replace(finding, what=f"{listed(own)}: {finding.what}")
         for finding, own in found.items()
     ]
     order = {finding.check: index for index, finding in reversed(list(enumerate(findings[0])))}

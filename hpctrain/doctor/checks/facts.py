@@ -13,7 +13,38 @@ from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
 from hpctrain.doctor.checks.check import listed
-from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuPlace:
+    """A GPU on the PCI bus."""
+
+    vendor: str  # ``amd`` or ``nvidia``
+    cores: tuple[int, ...] = ()  # hardware threads next to the GPU; empty if unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripeFacts:
+    """Striping of a Lustre directory."""
+
+    count: int  # stripe count of new files
+    largest_bytes: int  # size of the largest file in the directory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuNetworkFacts:
+    """What GPUs need to communicate between nodes."""
+
+    places: tuple[GpuPlace, ...] = ()  # GPUs in the order of their PCI addresses
+    interfaces: tuple[str, ...] = ()  # network interfaces of the kernel, such as ``hsn0``
+    plugins: tuple[Path, ...] = ()  # network plugins of NCCL and RCCL in the library path
+    num_numa_nodes: int = 1  # NUMA nodes whose cores are in the affinity mask of this process
+    caches: Mapping[Path, str] = field(default_factory=dict)
+    """Directories of compiled kernels, with the types of their file systems."""
+    stripes: Mapping[Path, StripeFacts] = field(default_factory=dict)  # of requested directories
+    core_bytes: int = 0  # limit of core dumps; -1 is unlimited
+    huge_bytes: int = 0  # memory in reserved huge pages that no process uses
+    total_bytes: int = 0  # memory of the machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

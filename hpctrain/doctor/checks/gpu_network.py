@@ -6,8 +6,8 @@ from pathlib import Path
 from hpctrain.cluster.env import job_id, launched, ranks_per_node, visible_devices
 from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
-from hpctrain.core.units import GIB, format_bytes, format_numbers
-from hpctrain.doctor.checks.check import Found, error, note, ok, plural, warning
+from hpctrain.core.units import GIB, format_bytes, format_numbers, plural
+from hpctrain.doctor.checks.check import Found, error, note, ok, warning
 from hpctrain.doctor.checks.facts import Facts
 from hpctrain.launch.site import SiteProfile
 

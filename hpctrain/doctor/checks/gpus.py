@@ -9,8 +9,8 @@ from itertools import combinations
 
 from hpctrain.cluster.env import gpus_of_job, launched, ranks_per_node, visible_devices
 from hpctrain.core.finding import Finding
-from hpctrain.core.units import format_numbers, format_ranks
-from hpctrain.doctor.checks.check import Found, error, few, note, ok, plural, warning
+from hpctrain.core.units import format_numbers, format_ranks, plural
+from hpctrain.doctor.checks.check import Found, error, few, note, ok, warning
 from hpctrain.doctor.checks.facts import Facts, GpuFacts, WorldFacts
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

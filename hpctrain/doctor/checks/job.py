@@ -12,8 +12,8 @@ from hpctrain.cluster.env import (
 )
 from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
-from hpctrain.core.units import format_ranks
-from hpctrain.doctor.checks.check import Found, listed, note, ok, plural, warning
+from hpctrain.core.units import format_ranks, plural
+from hpctrain.doctor.checks.check import Found, listed, note, ok, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
 

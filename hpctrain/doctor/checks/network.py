@@ -6,8 +6,8 @@ from statistics import median
 
 from hpctrain.cluster.env import COPIES_OFF, tuning
 from hpctrain.core.finding import Finding
-from hpctrain.core.units import format_bytes, format_seconds
-from hpctrain.doctor.checks.check import Found, few, listed, note, ok, plural, warning
+from hpctrain.core.units import format_bytes, format_seconds, plural
+from hpctrain.doctor.checks.check import Found, few, listed, note, ok, warning
 from hpctrain.doctor.checks.facts import Carried, Facts, MeasuredLink, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")

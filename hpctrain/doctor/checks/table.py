@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hpctrain.cluster.env import launched
 from hpctrain.core.finding import Finding
-from hpctrain.doctor.checks import environment, gpu_network, gpus, job, limits, network, node
+from hpctrain.doctor.checks import environment, gpu_network, gpus, job, network, node
 from hpctrain.doctor.checks.check import Found, merge, named
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
@@ -25,7 +25,7 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("load", node.check_load),
     ("memory", node.check_room),
     ("node memory", node.check_shared_memory),
-    ("limits", limits.check_limits),
+    ("limits", node.check_limits),
     ("network adapters", network.check_adapters),
     ("copies between ranks", network.check_copies),
     ("settings", environment.check_settings),

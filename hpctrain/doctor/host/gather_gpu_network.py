@@ -7,10 +7,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hpctrain.cluster.resources import affinity
+from hpctrain.cluster.resources import affinity, text_of
 from hpctrain.core.errors import LaunchError
-from hpctrain.doctor.checks.facts import DirectoryFacts
-from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts, GpuPlace, StripeFacts
+from hpctrain.doctor.checks.facts import DirectoryFacts, GpuNetworkFacts, GpuPlace, StripeFacts
 from hpctrain.doctor.host.directory_trial import file_system_of
 from hpctrain.launch.program import run_to_end
 
@@ -52,7 +51,7 @@ def gather(
         places=places,
         interfaces=tuple(sorted(path.name for path in (root / "sys/class/net").glob("*"))),
         plugins=tuple(_plugins(environ)),
-        num_numa_nodes=sum(bool(own & {*_numbers(_read(node))}) for node in nodes) or 1,
+        num_numa_nodes=sum(bool(own & {*_numbers(text_of(node))}) for node in nodes) or 1,
         caches={
             path: file_system_of(_existing(path))
             for path in _caches(environ, {each.vendor for each in places})
@@ -71,9 +70,9 @@ def gather(
 
 def _places(devices: Path) -> Iterable[GpuPlace]:
     for device in sorted(devices.glob("*")):
-        vendor = _VENDORS.get(_read(device / "vendor"))
-        if vendor and _read(device / "class").startswith(_CLASSES):
-            yield GpuPlace(vendor=vendor, cores=tuple(_numbers(_read(device / "local_cpulist"))))
+        vendor = _VENDORS.get(text_of(device / "vendor"))
+        if vendor and text_of(device / "class").startswith(_CLASSES):
+            yield GpuPlace(vendor=vendor, cores=tuple(_numbers(text_of(device / "local_cpulist"))))
 
 
 def _plugins(environ: Mapping[str, str]) -> Iterable[Path]:
@@ -116,7 +115,7 @@ def _stripes(path: Path, environ: Mapping[str, str]) -> StripeFacts | None:
 
 def _memory(file: Path) -> tuple[int, int]:
     """Return the bytes in free huge pages, and in all memory."""
-    rows = (line.replace(":", " ").split() for line in _read(file).splitlines())
+    rows = (line.replace(":", " ").split() for line in text_of(file).splitlines())
     values = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     huge = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0)
     return huge * 1024, values.get("MemTotal", 0) * 1024
@@ -126,10 +125,3 @@ def _numbers(text: str) -> Iterable[int]:
     """Yield the integers of a list of ranges such as ``0-23,96-119``."""
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         yield from range(int(first), int(last or first) + 1)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""

@@ -24,13 +24,13 @@ from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
 from hpctrain.core.finding import Finding
 from hpctrain.doctor.checks.facts import (
     Facts,
+    GpuNetworkFacts,
     MemoryFacts,
     MpiFacts,
     TrafficFacts,
     VisibleGpus,
     WorldFacts,
 )
-from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts
 from hpctrain.doctor.checks.node import THREAD_VARIABLES
 from hpctrain.doctor.checks.table import examine, examine_all
 from hpctrain.doctor.ranks.traffic import links_between, links_inside
