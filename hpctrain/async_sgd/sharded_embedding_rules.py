@@ -4,10 +4,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypeGuard
+from typing import ClassVar
 
 from torch import Tensor
 
+from hpctrain.core.checks import Amount, Decay, Finite0, checked, require
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
 
@@ -98,27 +99,15 @@ def make_rule(name: str, lr: float, options: Mapping[str, object]) -> Rule:
             f"{wrong}{hint(wrong, valid)}"
         )
     betas, eps = options.get("betas", (0.0, 0.0)), options.get("eps", 1e-8)
-    pair = betas if isinstance(betas, tuple | list) and len(betas) == 2 else (-1,)
-    are_valid = all(_is_number(beta) and 0 <= beta < 1 for beta in pair)
-    if not (are_valid and _is_number(eps) and eps > 0):
-        raise ConfigError(
-            f"eps must be above 0, and betas two numbers of at least 0 and below 1, got "
-            f"{dict(options)}"
-        )
+    pair = betas if isinstance(betas, tuple | list) and len(betas) == 2 else ()
+    require(bool(pair), "betas must be two numbers", betas)
+    for beta in pair:
+        checked("betas", beta, Decay)
+    checked("eps", eps, Amount)
     made: Rule = kind(learning_rate(lr), **options)  # type: ignore[arg-type]
     return made
 
 
 def learning_rate(value: object) -> float:
     """Return ``value`` as a float; raise ``ConfigError`` if it is not a learning rate."""
-    if not _is_number(value) or value < 0:
-        raise ConfigError(
-            f"the lr of a table must be a number of at least 0, got {value!r}; set "
-            f"table.lr = 0.01 on all ranks"
-        )
-    return float(value)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    return float(checked("the lr of a table", value, Finite0))

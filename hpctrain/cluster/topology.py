@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import TopologyError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MAX_RUNS, format_numbers
@@ -69,11 +70,7 @@ class Topology:
             raise TopologyError(
                 f"rank must be one of the {len(facts)} ranks with facts, got {rank}"
             )
-        if ranks_per_node is not None and ranks_per_node < 1:
-            raise TopologyError(
-                f"ranks_per_node must be at least 1, got {ranks_per_node}; omit it to make every "
-                "host one node"
-            )
+        checked("ranks_per_node", ranks_per_node, Number | None, TopologyError)
         hosts = _group(facts)
         nodes = sorted(
             (ranks, name)

@@ -1,6 +1,7 @@
 """Sparse codecs, which send the values of largest magnitude with their indices."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from typing_extensions import override
 from hpctrain.comm.communicator import Internode
 from hpctrain.comm.norms import norms
 from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
-from hpctrain.core.checks import Count, Fraction, checked
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.checks import Bounds, Count, Fraction, Positive, checked
 
 
 class Sparse(RailCodec):
@@ -158,11 +158,8 @@ class DeepGradientCompression(Sparse):
         checked("masks_momentum", masks_momentum, bool)
         for each in warmup:
             checked("density", each, Fraction)
-        if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):
-            raise ConfigError(
-                "momentum must be from 0 to 1, and clip_norm above 0 or None, got "
-                f"momentum={momentum} and clip_norm={clip_norm}"
-            )
+        checked("momentum", momentum, Annotated[float, Bounds(least=0, most=1)])
+        checked("clip_norm", clip_norm, Positive | None)
         self._momentum, self._clip_norm, self._masks = momentum, clip_norm, masks_momentum
         self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
 

@@ -1,6 +1,7 @@
 """QSGD, which rounds values randomly, without bias, to levels relative to a block norm."""
 
 import zlib
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -10,8 +11,7 @@ from hpctrain.comm.communicator import Internode
 from hpctrain.comm.norms import row_norms
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
-from hpctrain.core.checks import Number, checked
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.checks import Bounds, checked
 
 _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 
@@ -35,13 +35,8 @@ class QSGD(RailCodec):
 
     def __init__(self, levels: int = 16, block: int = 512, seed: int = 0) -> None:
         super().__init__()
-        checked("levels", levels, Number)
-        checked("block", block, Number)
-        if max(levels, block) > LARGEST:
-            raise ConfigError(
-                f"levels and block must be from 1 to {LARGEST}, got levels={levels} and "
-                f"block={block}"
-            )
+        for name, number in (("levels", levels), ("block", block)):
+            checked(name, number, Annotated[int, Bounds(least=1, most=LARGEST)])
         self._levels, self._block, self._seed = levels, block, seed
 
     def bytes_of(self, share: CodedShare) -> int:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hpctrain.comm.agreement import raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import exact_sum
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import by_rank
@@ -99,10 +100,7 @@ class Reproducible:
                 "Reproducible must get a plain optimizer, got a DistributedOptimizer, which "
                 "averages gradients itself; leave DistributedOptimizer out"
             )
-        if num_threads < 1:
-            raise ConfigError(
-                f"num_threads must be at least 1, got {num_threads}; leave num_threads out for 1"
-            )
+        checked("num_threads", num_threads, Number)
         self._ranges = [
             own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
         ]

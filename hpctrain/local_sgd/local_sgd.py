@@ -5,13 +5,13 @@
 """
 
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.by_name import Compressing
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.checks import Count, Number, checked
 from hpctrain.local_sgd.federated import Federated
 from hpctrain.local_sgd.local_method import SWITCH, LocalMethod
 from hpctrain.local_sgd.replica_weight import SampleSums
@@ -19,8 +19,6 @@ from hpctrain.local_sgd.round_clock import RoundClock
 from hpctrain.local_sgd.rounds import Rounds
 from hpctrain.local_sgd.state_fields import Fields
 from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
-
-STATES = ("local", "average", "reset")
 
 
 class LocalSGD(LocalMethod):
@@ -88,8 +86,7 @@ class LocalSGD(LocalMethod):
         seed: int = 0,
         proximal: float = 0.0,
     ) -> None:
-        if state not in STATES:
-            raise ConfigError(f"state must be one of {', '.join(STATES)}, got {state!r}")
+        checked("state", state, Literal["local", "average", "reset"])
         self._pace = SyncInterval(steps, share=share, most=most)
         refusal = self._refusal_of_draws if fraction != 1 else None
         federated = Federated(
@@ -158,10 +155,7 @@ class HierarchicalLocalSGD(LocalSGD):
         node_steps: int = 1,
         **options: Any,
     ) -> None:
-        if node_steps < 1:
-            raise ConfigError(
-                f"node_steps must be at least 1, got {node_steps}; leave node_steps out for 1"
-            )
+        checked("node_steps", node_steps, Number)
         super().__init__(model, optimizer, steps, **options)
         self._node_steps = node_steps
         node = self._exchange.node
@@ -228,10 +222,7 @@ class PostLocalSGD(LocalSGD):
         start: int | str = "lr_drop",
         **options: Any,
     ) -> None:
-        if not (start == "lr_drop" or (isinstance(start, int) and start >= 0)):
-            raise ConfigError(
-                f'start must be a number of steps of at least 0 or "lr_drop", got {start!r}'
-            )
+        checked("start", start, Literal["lr_drop"] | Count)
         super().__init__(model, optimizer, steps, **options)
         self._start = start
         self._highest = [0.0 for _ in optimizer.param_groups]

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
+from hpctrain.core.checks import Bounds, Number, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.state_fields import Fields, StateFields
 
@@ -36,12 +37,9 @@ class SyncInterval(StateFields):
     def __init__(
         self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
     ) -> None:
-        if isinstance(steps, str) and steps != "auto":
-            raise ConfigError(f'steps must be a number, a function or "auto", got {steps!r}')
-        if isinstance(steps, int) and steps < 1:
-            raise ConfigError(f"steps must be at least 1, got steps={steps}")
-        if not 0 < share < 1:
-            raise ConfigError(f"share must be above 0 and below 1, got {share}")
+        if not callable(steps):
+            checked("steps", steps, Literal["auto"] | Number)
+        checked("share", share, Annotated[float, Bounds(above=0, below=1)])
         if not 1 <= least <= most:
             raise ConfigError(f"least must be from 1 to most, got least={least}, most={most}")
         self._steps, self._share, self._least, self._most = steps, share, least, most
@@ -54,10 +52,7 @@ class SyncInterval(StateFields):
             return self._steps
         if isinstance(self._steps, str):
             return self._chosen or self._least
-        steps = self._steps(number)
-        if steps < 1:
-            raise ConfigError(f"steps({number}) must be at least 1, got {steps!r}")
-        return steps
+        return int(checked(f"steps({number})", self._steps(number), Number))
 
     def learn(self, step_s: float, round_s: float) -> None:
         """Record measured seconds of a step and of an average, identical on all ranks."""

@@ -140,10 +140,10 @@ def test_interrupted_rewriting_resumes(original, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"samples_per_shard": 0}, "samples_per_shard must be positive, got 0"),
-        ({"block_size": -1}, "block_size must be positive, got -1"),
+        ({"samples_per_shard": 0}, "samples_per_shard must be at least 1, got 0"),
+        ({"block_size": -1}, "block_size must be at least 1, got -1"),
         ({"samples_per_shard": 1, "shard_bytes": 1}, "omit one"),
-        ({"compression": "gzip"}, "compression must be zstd or none, got 'gzip'"),
+        ({"compression": "gzip"}, "compression must be one of none, zstd, got 'gzip'"),
     ],
 )
 def test_a_shape_without_a_meaning_is_refused(options, words):

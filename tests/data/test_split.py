@@ -103,8 +103,8 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_parts": 0}, "num_parts must be positive"),
-        ({"num_parts": 2, "alpha": 0.0}, "ALPHA must be above 0, inf for equal shares, got 0"),
+        ({"num_parts": 0}, "num_parts must be at least 1"),
+        ({"num_parts": 2, "alpha": 0.0}, "ALPHA must be above 0, got 0"),
         ({"num_parts": 2, "alpha": float("nan")}, "got nan"),
         (
             {"num_parts": 90, "alpha": 0.01},

@@ -29,12 +29,12 @@ FEW = pytest.mark.ranks(2, 3)
 
 STAGED = {"warmup_steps": 3, "cooldown_start": 15}
 WRONG = [
-    ("LocalSGD", {"steps": 0}, "must be at least 1, got steps=0"),
-    ("LocalSGD", {"steps": "often"}, '"auto"'),
+    ("LocalSGD", {"steps": 0}, "steps must be at least 1, got 0"),
+    ("LocalSGD", {"steps": "often"}, "one of auto or an integer"),
     ("LocalSGD", {"state": "mean"}, "local, average, reset"),
-    ("LocalSGD", {"steps": "auto", "share": 1.5}, "above 0 and below 1"),
+    ("LocalSGD", {"steps": "auto", "share": 1.5}, "share must be below 1"),
     ("LocalSGD", {"steps": "auto", "most": 0}, "most=0"),
-    ("PostLocalSGD", {"start": -1}, "lr_drop"),
+    ("PostLocalSGD", {"start": -1}, "start must be at least 0"),
     ("PostLocalSGD", {"start": "soon"}, "lr_drop"),
     ("HierarchicalLocalSGD", {"node_steps": 0}, "node_steps"),
     ("DiLoCo", {"outer_lr": 0.0}, "outer_lr"),

@@ -13,6 +13,7 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import reason_of
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
@@ -51,9 +52,7 @@ class PackConfig(WantedFields):
 
     def __post_init__(self) -> None:
         for name in ("samples_per_shard", "shard_bytes", "block_size", "length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DataError(f"{name} must be positive, got {value}")
+            checked(name, getattr(self, name), Number | None, DataError)
         if self.resize is not None and (min(self.resize) < 1 or self.encoded):
             raise DataError(
                 f"images must be resized to at least 1x1, or stay encoded, got --resize "

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.checks import Count, Number, Positive, checked
 from hpctrain.core.errors import DataError
 from hpctrain.data.data_split import Split
 from hpctrain.data.reader import ShardedDataset
@@ -38,13 +39,9 @@ class LabelShares:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise DataError(f"ALPHA must be above 0, inf for equal shares, got {self.alpha}")
-        if self.num_parts < 1 or self.seed < 0:
-            raise DataError(
-                f"num_parts must be positive and seed at least 0, got num_parts {self.num_parts} "
-                f"and seed {self.seed}"
-            )
+        checked("ALPHA", self.alpha, Positive, DataError)
+        checked("num_parts", self.num_parts, Number, DataError)
+        checked("seed", self.seed, Count, DataError)
 
 
 def split_by_label(

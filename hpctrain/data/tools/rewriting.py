@@ -5,10 +5,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
 from hpctrain.data.format.dataset_manifest import PLAIN_NAME, Field, Manifest, classes_of
@@ -36,16 +38,14 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("samples_per_shard", "shard_bytes", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DataError(f"{name} must be positive, got {value}")
+            checked(name, getattr(self, name), Number | None, DataError)
         if self.samples_per_shard and self.shard_bytes:
             raise DataError(
                 f"the size of shards must be given either in samples or in bytes, got "
                 f"{self.samples_per_shard} samples and {self.shard_bytes} bytes; omit one"
             )
-        if self.compression not in (None, "none", "zstd"):
-            raise DataError(f"compression must be zstd or none, got {self.compression!r}")
+        if self.compression is not None:
+            checked("compression", self.compression, Literal["none", "zstd"], DataError)
 
 
 def reshard(

@@ -277,8 +277,8 @@ OPTIONS = [
         ({"split": "a/b"}, "a split must be a word"),
         ({"fields": {"a b": "a.npy"}}, "name of a Python variable"),
         ({"compression": "gzip"}, "zstd"),
-        ({"block_size": 0}, "block_size must be positive, got 0"),
-        ({"length": -1}, "length must be positive"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"length": -1}, "length must be at least 1"),
         ({"resize": (0, 3)}, "--resize 0x3"),
         ({"resize": (3, 3), "encoded": True}, "and --encoded"),
     ]
