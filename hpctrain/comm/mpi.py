@@ -87,7 +87,8 @@ class MpiCommunicator(Communicator):
         use(comm)
         self._calls = WatchedCalls(comm, self._watch)
         if self._watch.number is None:
-            self._watch.number = self._calls.bcast(_new_number(self._world_ranks[self.rank]))
+            unique = self._world_ranks[self.rank] << 32 | next(_count)
+            self._watch.number = self._calls.bcast(unique)
         self._member_sync = MemberSync()
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
@@ -176,7 +177,8 @@ class MpiCommunicator(Communicator):
         self.check_call(f"broadcast of {tensor.numel()} {name_of(tensor.dtype)} from rank {root}")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
-                self._broadcast_flat_(chunk, root)
+                self._library_bytes += chunk.nbytes
+                self._calls.run(self._comm.Ibcast, bytes_of(chunk), root, memory=chunk)
         return FINISHED
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
@@ -363,19 +365,10 @@ class MpiCommunicator(Communicator):
         self._watch.confirm()
         return total
 
-    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
-        self._library_bytes += chunk.nbytes
-        self._calls.run(self._comm.Ibcast, bytes_of(chunk), root, memory=chunk)
-
     def _make_flat_group(
         self, members: MPI.Intracomm, ranks: Sequence[int], limit: Limit | None
     ) -> Communicator:
         return MpiCommunicator(members, watch=self._watch.of_group(ranks, limit))
-
-
-def _new_number(rank: int) -> int:
-    """Return a unique number for a communicator whose first rank in the world is ``rank``."""
-    return rank << 32 | next(_count)
 
 
 def _users(tag: int) -> int:

@@ -71,9 +71,8 @@ class PowerSGD(RailCodec):
 
     def bytes_of(self, share: CodedShare) -> int:
         """Return the size of both factors in bytes; see ``RailCodec``."""
-        thin = sum(
-            (rows + columns) * self._width(rows, columns) for rows, columns in _shapes(share)
-        )
+        shapes = [(place.numel // place.row, place.row) for place in share.places]
+        thin = sum((rows + columns) * self._width(rows, columns) for rows, columns in shapes)
         return thin * share.dtype.itemsize
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
@@ -144,10 +143,6 @@ class PowerSGD(RailCodec):
 def _safe(columns: Tensor) -> Tensor:
     """Return columns scaled so that their norms do not overflow; directions do not change."""
     return columns * _SMALLER if columns.abs().max() > 1 / _SMALLER else columns
-
-
-def _shapes(share: CodedShare) -> list[tuple[int, int]]:
-    return [(place.numel // place.row, place.row) for place in share.places]
 
 
 def _by_shape(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:

@@ -1,6 +1,7 @@
 """Activation checkpointing, complete or selective."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -64,12 +65,8 @@ class _Recomputed:
     def __call__(self, *args: Any, **options: Any) -> Any:
         forward = self.inner or type(self.block).forward.__get__(self.block)
         if self.selective:
-            options["context_fn"] = _selective
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(forward, *args, use_reentrant=False, **options)
-
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(

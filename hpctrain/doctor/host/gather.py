@@ -35,7 +35,7 @@ from hpctrain.doctor.checks.facts import (
 from hpctrain.doctor.checks.gpus import named
 from hpctrain.doctor.checks.node import SHM
 from hpctrain.doctor.host import gather_gpu_network
-from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
+from hpctrain.doctor.host.directory_trial import try_directory
 from hpctrain.launch.horovod_build import check_import
 from hpctrain.launch.pmi import load
 from hpctrain.launch.program import run_to_end
@@ -52,7 +52,6 @@ def gather(
     environ: Mapping[str, str] = os.environ,
     directories: Sequence[Path] = (),
     *,
-    trial_s: float = TRIAL_S,
     lightly: bool = False,
 ) -> Facts:
     """Return the facts about this process and its machine; takes about a second.
@@ -67,7 +66,7 @@ def gather(
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     gpus = gpus_of(environ) if num_gpus and not lightly else GpuFacts()
     libc = " ".join(platform.libc_ver())
-    tried = tuple(try_directory(each, trial_s) for each in directories)
+    tried = tuple(try_directory(each) for each in directories)
     return Facts(
         environ=environ,
         host=socket.gethostname(),
