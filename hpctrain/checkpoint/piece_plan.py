@@ -1,37 +1,39 @@
 """Choice of the rank that writes each piece of a sharded tensor."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from hpctrain.checkpoint.format.shard import Shard, fault_of_cover
-from hpctrain.checkpoint.replicas import difference
+from hpctrain.checkpoint.replicas import MOST_NAMED, difference
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError
 
+_DIGEST_BITS = 42  # the sum over 2^20 ranks is below 2^62
 
-class _Shared(NamedTuple):
-    """A piece that several ranks hold."""
 
-    path: str
-    offset: tuple[int, ...]
-    ranks: list[int]
+class _Held(NamedTuple):
+    """A piece of this rank that has elements."""
+
+    writes: bool
+    num_ranks: int  # that compare the piece; 1 if it is not compared
 
 
 @dataclass(kw_only=True, slots=True)
 class PiecePlan:
     """Pieces of sharded tensors that this rank writes, and pieces that ranks compare."""
 
-    written: Collection[str] = ()  # paths of the pieces that this rank writes
-    compared: Collection[str] = ()  # paths of the pieces that this rank and others hold
-    parts: dict[str, dict[int, Shard]] = field(default_factory=dict)
-    """Piece of each path that each rank writes; on rank 0 only."""
-    shared: list[_Shared] = field(default_factory=list)
-    """Pieces to compare; on rank 0 only."""
+    comm: Communicator
+    pieces: Mapping[str, Shard]  # of this rank
+    held: dict[str, _Held] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
+    """Paths of the tensors with a piece that several ranks compare; the same on all ranks."""
 
     @classmethod
     def of(
@@ -39,8 +41,9 @@ class PiecePlan:
     ) -> "PiecePlan":
         """Choose the rank that writes each piece; copies are written once. Collective.
 
-        Rank 0 receives the pieces of all ranks and chooses; the other ranks receive two bits for
-        each piece of each rank.
+        Digests find the tensors that are divided among the ranks in the same manner. Rank 0
+        receives the pieces of one tensor of each layout from all ranks and chooses; the other
+        ranks receive two numbers for each rank and layout.
 
         Args:
             comm: the ranks.
@@ -50,64 +53,132 @@ class PiecePlan:
         Raises:
             CheckpointError: the pieces do not cover each element of a tensor once; on every rank.
         """
-        plan = cls()
+        plan = cls(comm=comm, pieces=pieces)
         if not pieces:
             return plan
-        boxes = [(shard.numel, *shard.offset, *shard.shape) for shard in pieces.values()]
+        layouts = plan._layouts()
+        shapes = {path: pieces[path].global_shape for path in layouts}
+        boxes = [
+            (pieces[path].numel, *pieces[path].offset, *pieces[path].shape) for path in shapes
+        ]
         of_ranks = comm.gather_object(np.fromiter(chain(*boxes), np.int64))
-        shapes = {path: shard.global_shape for path, shard in pieces.items()}
 
         def choose() -> "np.ndarray[Any, Any]":
             assert of_ranks is not None
-            return plan._choose(shapes, np.stack(of_ranks), source_rank)
+            return _choose(shapes, np.stack(of_ranks), source_rank)
 
-        mine = np.unpackbits(on_root(comm, choose, CheckpointError)[comm.rank], axis=1)
-        plan.written, plan.compared = (
-            [path for path, bit in zip(pieces, bits, strict=False) if bit] for bits in mine
-        )
+        chosen = on_root(comm, choose, CheckpointError)
+        numbers = {path: number for number, path in enumerate(pieces)}
+        is_shared = chosen[..., 1].max(axis=0) > 1
+        for column, paths in enumerate(layouts.values()):
+            turn, num_ranks = chosen[comm.rank, column].tolist()
+            if num_ranks:
+                for path in paths:
+                    plan.held[path] = _Held(numbers[path] % num_ranks == turn, num_ranks)
+            plan.shared += paths if is_shared[column] else []
         return plan
 
-    def _choose(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        boxes: "np.ndarray[Any, Any]",
-        source_rank: int | None,
-    ) -> "np.ndarray[Any, Any]":
-        """Fill ``parts`` and ``shared``; return the bits of each rank. Called on rank 0."""
-        bits = np.zeros((len(boxes), 2, len(shapes)), bool)
-        columns = np.cumsum([1 + 2 * len(shape) for shape in shapes.values()])[:-1]
-        for number, (path, held) in enumerate(
-            zip(shapes, np.split(boxes, columns, axis=1), strict=True)
-        ):
-            parts = self.parts[path] = {}
-            for place, (shard, ranks) in enumerate(_holders(shapes[path], held)):
-                is_of_source = source_rank in ranks
-                owner = source_rank if is_of_source else ranks[(number + place) % len(ranks)]
-                assert owner is not None
-                parts[owner] = shard
-                bits[owner, 0, number] = True
-                if len(ranks) > 1 and not is_of_source:
-                    self.shared.append(_Shared(path, shard.offset, ranks))
-                    bits[ranks, 1, number] = True
-            if fault := fault_of_cover(shapes[path], list(parts.values())):
-                raise CheckpointError(
-                    f"the pieces of a tensor on all ranks must contain each element once, but "
-                    f"{fault} of {path} {list(shapes[path])}; pass the correct piece on every rank"
-                )
-        return np.packbits(bits, axis=2)
+    @property
+    def written(self) -> list[str]:
+        """Paths of the pieces that this rank writes, in the order of the pieces."""
+        return [path for path in self.pieces if path in self.held and self.held[path].writes]
 
-    def require_same(self, of_ranks: Sequence[Mapping[str, int]]) -> None:
-        """Compare the checksums of the pieces in ``compared`` of all ranks. Called on rank 0.
+    @property
+    def compared(self) -> list[str]:
+        """Paths of the pieces that this rank and others hold."""
+        return [path for path, held in self.held.items() if held.num_ranks > 1]
 
-        Raises ``CheckpointError`` with the pieces and ranks that differ.
+    def require_same(self, checksums: Mapping[str, int]) -> None:
+        """Compare the checksums of the pieces in ``compared``. Collective.
+
+        Raises:
+            CheckpointError: copies differ; the error names pieces and ranks, on every rank.
         """
-        found = {
-            f"{path} at {list(offset)}": {rank: of_ranks[rank][path] for rank in ranks}
-            for path, offset, ranks in self.shared
+        terms = dict.fromkeys(self.shared, (0, 0))
+        for path, checksum in checksums.items():
+            # The terms of the ranks that hold a piece add up to zero if its copies are equal.
+            factor = 1 - self.held[path].num_ranks if self.held[path].writes else 1
+            first, second = _digest(f"{self.pieces[path].offset} {checksum}")
+            terms[path] = factor * first, factor * second
+        sums = self._sums(terms)
+        differ = [path for path, of_path in sums.items() if any(of_path)]
+        if not differ:
+            return
+        named = differ[:MOST_NAMED]
+        of_ranks = self.comm.gather_object(
+            [(self.pieces[path].offset, checksums.get(path)) for path in named]
+        )
+
+        def describe() -> None:
+            assert of_ranks is not None
+            found: dict[str, dict[int, int]] = {}
+            for path, column in zip(named, zip(*of_ranks, strict=True), strict=True):
+                for rank, (offset, checksum) in enumerate(column):
+                    if checksum is not None:
+                        found.setdefault(f"{path} at {list(offset)}", {})[rank] = checksum
+            differing = {name: one for name, one in found.items() if len({*one.values()}) > 1}
+            raise difference(differing, len(self.shared), len(differ))
+
+        on_root(self.comm, describe, CheckpointError)
+
+    def _layouts(self) -> dict[str, list[str]]:
+        """Return the paths of the tensors of each layout, by the first of them. Collective.
+
+        Tensors have one layout if each rank holds the same part of all of them.
+        """
+        rank = self.comm.rank
+        terms = {
+            path: _digest(f"{rank} {shard if shard.numel else shard.global_shape}")
+            for path, shard in self.pieces.items()
         }
-        differ = {name: values for name, values in found.items() if len({*values.values()}) > 1}
-        if differ:
-            raise difference(differ, len(found))
+        found: dict[tuple[int, ...], list[str]] = {}
+        for path, digest in self._sums(terms).items():
+            found.setdefault(digest, []).append(path)
+        return {paths[0]: paths for paths in found.values()}
+
+    def _sums(self, terms: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
+        """Return the sums over all ranks. Collective, one all-reduce."""
+        if not terms:
+            return {}
+        sums = torch.tensor([*terms.values()], dtype=torch.int64)
+        self.comm.allreduce_(sums).wait()
+        return {path: tuple(of_path) for path, of_path in zip(terms, sums.tolist(), strict=True)}
+
+
+def _digest(text: str) -> tuple[int, int]:
+    number = int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little")
+    return number % (1 << _DIGEST_BITS), (number >> 64) % (1 << _DIGEST_BITS)
+
+
+def _choose(
+    shapes: Mapping[str, tuple[int, ...]],
+    boxes: "np.ndarray[Any, Any]",
+    source_rank: int | None,
+) -> "np.ndarray[Any, Any]":
+    """Return two numbers for each rank and tensor: the turn of the rank and the number of turns.
+
+    The ranks that hold a piece take turns to write it, in the tensors of one layout. Ranks without
+    elements, and ranks whose piece ``source_rank`` writes, have no turns.
+    """
+    chosen = np.zeros((len(boxes), len(shapes), 2), np.int32)
+    columns = np.cumsum([1 + 2 * len(shape) for shape in shapes.values()])[:-1]
+    for number, ((path, shape), held) in enumerate(
+        zip(shapes.items(), np.split(boxes, columns, axis=1), strict=True)
+    ):
+        parts = []
+        for place, (shard, ranks) in enumerate(_holders(shape, held)):
+            parts.append(shard)
+            if source_rank in ranks:
+                chosen[source_rank, number] = 0, 1
+                continue
+            turns = (np.arange(len(ranks)) - place) % len(ranks)
+            chosen[ranks, number] = np.stack([turns, np.full(len(ranks), len(ranks))], axis=1)
+        if fault := fault_of_cover(shape, parts):
+            raise CheckpointError(
+                f"the pieces of a tensor on all ranks must contain each element once, but "
+                f"{fault} of {path} {list(shape)}; pass the correct piece on every rank"
+            )
+    return chosen
 
 
 def _holders(

@@ -17,7 +17,7 @@ from hpctrain.core.units import MIB, format_ranks
 
 _POOL_BYTES = 64 * MIB
 _BITS = (1 << 62) - 1  # bits of a checksum, so that its negative fits into int64 too
-_MOST_NAMED = 3
+MOST_NAMED = 3
 _MOST_GROUPS = 4
 
 
@@ -68,7 +68,7 @@ def require_same(comm: Communicator, found: Mapping[str, int]) -> None:
     differ = [n for n, (top, low) in zip(found, largest.tolist(), strict=True) if top != -low]
     if not differ:
         return
-    named = differ[:_MOST_NAMED]
+    named = differ[:MOST_NAMED]
     of_ranks = comm.allgather_object([found[name] for name in named])
     values = [dict(enumerate(column)) for column in zip(*of_ranks, strict=True)]
     raise difference(dict(zip(named, values, strict=True)), len(found), len(differ))
@@ -85,7 +85,7 @@ def difference(
         num_differ: number of tensors that differ; by default that of ``values``.
     """
     names_of: dict[str, list[str]] = {}
-    for name in list(values)[:_MOST_NAMED]:
+    for name in list(values)[:MOST_NAMED]:
         names_of.setdefault(_grouped(values[name]), []).append(name)
     shown = "; ".join(f"{', '.join(names)} ({groups})" for groups, names in names_of.items())
     return CheckpointError(

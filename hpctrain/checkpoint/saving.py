@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,13 +85,6 @@ class SaveSource:
         if comm.size > 1 and source_rank is None:
             found = checksums(flatten(state)[0])
         return cls(state, private, found, time.perf_counter() - began)
-
-
-class _Written(NamedTuple):
-    """What rank 0 receives from each rank after the write."""
-
-    file: FileRecord | None  # file of this rank, on the first rank of the file
-    copies: dict[str, int]  # checksums of pieces of this rank that other ranks hold, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +205,10 @@ def write(
             compare_s = source.compare_s + time.perf_counter() - written
         record, exchanged = file.finish(room, crcs), time.perf_counter()
         require_same(comm, {path: one.value for path, one in source.checksums.items()})
+        pieces.require_same(copies)
         compare_s += time.perf_counter() - exchanged
         places = _places(comm, tree[1], share, file.ranks[0])
-        of_ranks = comm.gather_object(_Written(record, copies))
-        make = partial(_manifest, tree, places, pieces, of_ranks, options)
+        make = partial(_manifest, tree, places, comm.gather_object(record), options)
         publish = partial(_publish, make, room, directory, guard)
         num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
     except CheckpointError:
@@ -365,20 +358,18 @@ def _places(
 def _manifest(
     tree: tuple[Any, Mapping[str, _Spec]],
     places: Sequence[tuple[int, int]],
-    pieces: PiecePlan,
-    written: Sequence[_Written] | None,
+    records: Sequence[FileRecord | None] | None,
     options: SaveOptions,
 ) -> CheckpointManifest:
     """Return the manifest of the files that all ranks have written. Called on rank 0 only."""
-    assert written is not None
-    pieces.require_same([of_rank.copies for of_rank in written])
+    assert records is not None
     skeleton, specs = tree
     return CheckpointManifest(
         step=options.step,
-        world=len(written),
+        world=len(records),
         facts=options.facts,
         skeleton=skeleton,
-        files=tuple(each.file for each in written if each.file is not None),
+        files=tuple(record for record in records if record is not None),
         tensors={
             path: Record(*spec, files=ends)
             for (path, spec), ends in zip(specs.items(), places, strict=True)

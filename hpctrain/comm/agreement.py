@@ -73,10 +73,11 @@ def on_root(
 
 def is_any(comm: "Communicator", *, mine: bool) -> bool:
     """Return whether ``mine`` is true on any rank. Collective; one small all-reduce."""
-    return any(_maxima(comm, [mine]))
+    return any(maxima(comm, [mine]))
 
 
-def _maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
+def maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
+    """Return the maximum of each of the numbers, below 2^63, over all ranks. Collective."""
     if comm.size == 1:
         return numbers
     import torch  # noqa: PLC0415 - slow, and commands for one process need no torch
@@ -138,10 +139,15 @@ def require_equal(
         MismatchError: texts differ; the message has the first differing text of each rank, or of
             some ranks.
     """
-    number = int(_digest(list(lines))[:15], 16)
-    largest, smallest = _maxima(comm, [number, -number])
-    if largest != -smallest:
+    if not is_equal(comm, list(lines)):
         require_equal_by(comm.allgather_object, lines, what, remedy)
+
+
+def is_equal(comm: "Communicator", value: object) -> bool:
+    """Return whether the ``repr`` of the value is equal on all ranks. Collective."""
+    number = int(_digest(value)[:15], 16)
+    largest, smallest = maxima(comm, [number, -number])
+    return largest == -smallest
 
 
 def require_equal_by(
@@ -188,15 +194,12 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
-def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:
+def differing(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the names whose values differ between ranks, with their values by rank as text.
 
-    Not collective.
-
-    Args:
-        of_ranks: dictionary of each rank, from names to values.
-        lacking: value of ranks without the name; None to ignore these ranks.
+    Not collective. ``of_ranks`` has the dictionary of each rank, from names to values; ranks
+    without a name are ignored.
     """
     names = dict.fromkeys(name for values in of_ranks for name in values)
-    found = {name: [values.get(name, lacking) for values in of_ranks] for name in names}
+    found = {name: [values.get(name) for values in of_ranks] for name in names}
     return {name: by_rank(seen) for name, seen in found.items() if len({*seen} - {None}) > 1}

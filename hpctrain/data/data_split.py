@@ -156,8 +156,8 @@ class SplitSteps(Steps):
         super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
-    def _mine(self, positions: Indices) -> Indices:
-        return positions
+    def _mine(self, starts: Indices, batch: int) -> Indices:
+        return starts[:, None] + np.arange(batch)
 
     def _plan(self, group: int) -> list[Indices]:
         steps = super()._plan(group)

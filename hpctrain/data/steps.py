@@ -191,18 +191,20 @@ class Steps:
         """Return the samples of this rank in each step of a group of consecutive steps."""
         batch = self._division.global_batch
         stop = min((group + 1) * self._group, self._num_steps)
-        positions = np.asarray(self._positions[group * self._group * batch : stop * batch])
-        num_full = len(positions) // batch
-        rows = self._mine(positions[: num_full * batch].reshape(num_full, batch))
-        (tail,) = self._mine(positions[num_full * batch :][None])
+        span = self._positions[group * self._group * batch : stop * batch]
+        num_full, rest = divmod(len(span), batch)
+        rows = self._mine(span.start + batch * np.arange(num_full), batch)
+        (tail,) = self._mine(np.array([span.start + batch * num_full]), rest)
         samples = self._order.samples_at(np.concatenate([rows.ravel(), tail]))
         steps = [*samples[: rows.size].reshape(rows.shape), samples[rows.size :]]
         return steps[: stop - group * self._group]
 
-    def _mine(self, positions: Indices) -> Indices:
-        """Return this rank's columns of ``positions``, ``(num_steps, global batch)``."""
-        if isinstance(self._order, WindowOrder) and positions.size:
+    def _mine(self, starts: Indices, batch: int) -> Indices:
+        """Return this rank's positions in batches that begin at ``starts``, one row per batch."""
+        mine = self._division.share(batch)
+        if isinstance(self._order, WindowOrder) and batch and len(starts):
+            positions = starts[:, None] + np.arange(batch)
             lanes = self._order.lanes_of(positions.ravel()).reshape(positions.shape)
             by_lane = np.argsort(lanes, axis=1, kind="stable")
-            positions = np.take_along_axis(positions, by_lane, axis=1)
-        return positions[:, self._division.share(positions.shape[1])]
+            return np.take_along_axis(positions, by_lane[:, mine], axis=1)
+        return starts[:, None] + np.arange(mine.start, mine.stop)

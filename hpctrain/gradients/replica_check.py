@@ -1,18 +1,20 @@
 """``check_replicas``, which compares the model between ranks and repairs differences."""
 
-from collections import Counter
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import value_hashes
-from hpctrain.comm.agreement import differing, gather_distinct
+from hpctrain.comm.agreement import gather_distinct, is_equal, maxima
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core import logs
 from hpctrain.core.errors import ReplicaError
+from hpctrain.core.units import by_rank
 from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -72,27 +74,26 @@ def require_equal_replicas(
     if optimizer is not None:
         values |= _of_optimizer(model, optimizer)
     mine = value_hashes(values)
-    found_by_rank = gather_distinct(comm.allgather_object, mine, max_sent=comm.size)
-    every = [found for found in found_by_rank if found is not None]
-    if not every:
+    if is_equal(comm, mine):
         return
-    num_names = len({name for hashes in every for name in hashes})
-    differ = differing(every, "not there")
-    shown = "; ".join(f"{name} ({found})" for name, found in list(differ.items())[:_MOST_NAMED])
-    found = f"{len(differ)} of {num_names} values differ: {shown}"
-    owners = {name: _owner(name, every) for name in differ}
-    lost = next((name for name, rank in owners.items() if rank is None), None)
-    if heal and lost is None:
-        _heal(comm, values, owners, every)
-        if comm.rank == 0:
-            logs.logger.warning(
-                f"replicas must be equal on every rank, but {found}; healed: the values of the "
-                f"majority were copied to the other ranks"
-            )
-        return
-    no_majority = (
-        f", and {lost} is not the same tensor on more than half of the ranks" if heal else ""
-    )
+    lists = gather_distinct(comm.allgather_object, [*mine]) or [[*mine]]
+    names = [*dict.fromkeys(chain.from_iterable(filter(None, lists)))]
+    hashes = [int(mine.get(name, "0"), 16) >> 1 for name in names]
+    differ = [names[place] for place in _places_of_differences(comm, hashes)]
+    found = f"{len(differ)} of {len(names)} values differ: {_shown(comm, mine, differ)}"
+    no_majority = ""
+    if heal:
+        owners = _owners(comm, mine, differ)
+        lost = next((name for name, owner in owners.items() if owner.rank is None), None)
+        if lost is None:
+            _heal(comm, values, owners)
+            if comm.rank == 0:
+                logs.logger.warning(
+                    f"replicas must be equal on every rank, but {found}; healed: the values of "
+                    f"the majority were copied to the other ranks"
+                )
+            return
+        no_majority = f", and {lost} is not the same tensor on more than half of the ranks"
     raise ReplicaError(
         f"replicas must be equal on every rank, but {found}{no_majority}; find changes that only "
         "some ranks make, such as outside optimizer.step(), and start with "
@@ -100,24 +101,61 @@ def require_equal_replicas(
     )
 
 
-def _owner(name: str, every: Sequence[Mapping[str, str]]) -> int | None:
-    """Return a rank that has the value of the majority of ranks; None if there is no majority."""
-    seen = [hashes.get(name, "") for hashes in every]
-    value, count = Counter(seen).most_common(1)[0]
-    return seen.index(value) if value and 2 * count > len(seen) else None
+def _places_of_differences(comm: Communicator, numbers: Sequence[int]) -> list[int]:
+    """Return the places of the numbers, below 2^63, that differ between ranks. Collective."""
+    ends = iter(maxima(comm, [end for number in numbers for end in (number, -number)]))
+    return [place for place, (top, low) in enumerate(zip(ends, ends, strict=True)) if top != -low]
+
+
+def _shown(comm: Communicator, mine: Mapping[str, str], differ: Sequence[str]) -> str:
+    """Return a text with the hashes of the first values that differ, by rank. Collective."""
+    named = differ[:_MOST_NAMED]
+    of_ranks = comm.allgather_object([mine.get(name, "not there") for name in named])
+    return "; ".join(
+        f"{name} ({by_rank(hashes)})"
+        for name, hashes in zip(named, zip(*of_ranks, strict=True), strict=True)
+    )
+
+
+class _Owner(NamedTuple):
+    """A rank that has the value of more than half of the ranks."""
+
+    rank: int | None  # None if there is none
+    is_equal: bool  # whether this rank has the same value
+
+
+def _owners(
+    comm: Communicator, mine: Mapping[str, str], differ: Sequence[str]
+) -> dict[str, _Owner]:
+    """Return an owner of each value. Collective; the bytes do not depend on the number of ranks.
+
+    Each bit of the hash of a majority is set on more than half of the ranks, or on fewer.
+    """
+    hashes = [int(mine.get(name, "0"), 16) for name in differ]
+    bits = torch.tensor([[number >> place & 1 for place in range(64)] for number in hashes])
+    comm.allreduce_(bits).wait()
+    most = [
+        sum(1 << place for place, count in enumerate(counts) if 2 * count > comm.size)
+        for counts in bits.tolist()
+    ]
+    has = [number == each and number > 0 for number, each in zip(hashes, most, strict=True)]
+    counts = torch.tensor(has, dtype=torch.int64)
+    comm.allreduce_(counts).wait()
+    ranks = maxima(comm, [-comm.rank if one else -comm.size for one in has])
+    return {
+        name: _Owner(-rank if 2 * count > comm.size else None, one)
+        for name, rank, count, one in zip(differ, ranks, counts.tolist(), has, strict=True)
+    }
 
 
 @torch.no_grad()
-def _heal(
-    comm: Communicator,
-    values: Mapping[str, Any],
-    owners: Mapping[str, int | None],
-    every: Sequence[Mapping[str, str]],
-) -> None:
+def _heal(comm: Communicator, values: Mapping[str, Any], owners: Mapping[str, _Owner]) -> None:
     """Broadcast each value from its owner to the ranks whose values differ. Collective."""
-    facts = comm.allgather_object([_facts(values.get(name)) for name in owners])
-    for name, found in zip(owners, zip(*facts, strict=True), strict=True):
-        if None in found or len(set(found)) > 1:
+    facts = [_facts(values.get(name)) for name in owners]
+    numbers = [zlib.crc32(repr(one).encode()) for one in facts]
+    differ = {*_places_of_differences(comm, numbers)}
+    for place, name in enumerate(owners):
+        if place in differ or facts[place] is None:
             raise ReplicaError(
                 f"values to heal must be dense tensors of one shape and dtype on all ranks, but "
                 f"{name} is not; load a checkpoint"
@@ -125,8 +163,8 @@ def _heal(
     for name, owner in owners.items():
         value: Tensor = values[name].detach()
         copy = value.to("cpu", copy=True).contiguous()
-        comm.broadcast_(copy, root=owner or 0).wait()
-        if every[comm.rank].get(name) != every[owner or 0][name]:
+        comm.broadcast_(copy, root=owner.rank or 0).wait()
+        if not owner.is_equal:
             value.copy_(copy)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import raise_if_any, require_equal
+from hpctrain.comm.agreement import maxima, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import exact_sum
 from hpctrain.core.checks import Number, checked
@@ -47,11 +47,8 @@ class _Report:
     flags: int
     refusal: str | None = None
     losses: list[float] = field(default_factory=list)  # loss times weight of each micro-shard
-    present: list[bool] = field(default_factory=list)
-    """For each entry, whether any micro-shard of this rank has a value."""
-    counters: dict[int, Tensor] | None = None
-    """Integer buffers, by entry, after the first micro-shard of the rank that has samples; None
-    without samples."""
+    has_counters: bool | None = None
+    """Whether the first micro-shard has changed integer buffers; None without samples."""
 
 
 class Reproducible:
@@ -225,17 +222,14 @@ class Reproducible:
                 del part, loss
                 with torch.no_grad():
                     taken, counters = values.take()
-                report.counters = counters if report.counters is None else report.counters
+                if report.has_counters is None:
+                    report.has_counters, work.counters = bool(counters), counters
             first += size
             with torch.no_grad():
                 push(work.pending, Node(0, micro_shard, taken), values.absent)
 
     def _combine(self, work: "_Work") -> float:
         """Sum over the ranks, and set gradients and buffers; return the loss. Collective."""
-        work.report.present = [
-            any(node.values[entry] is not None for node in work.pending)
-            for entry in range(len(work.values))
-        ]
         reports = self._comm.allgather_object(work.report)
         raise_if_any([report.refusal for report in reports])
         steps = [f"step {report.step} of {report.num_samples} samples" for report in reports]
@@ -245,10 +239,18 @@ class Reproducible:
                 f"pass the same num_samples on every rank"
             )
         self.raised_flags = functools.reduce(operator.or_, (r.flags for r in reports))
-        present = [any(there) for there in zip(*(r.present for r in reports), strict=True)]
+        # Flags of entries and counters are not in the reports: each rank would receive N of them.
+        present = [
+            any(node.values[entry] is not None for node in work.pending)
+            for entry in range(len(work.values))
+        ]
+        present = [largest > 0 for largest in maxima(self._comm, [*map(int, present)])]
+        with_samples = [rank for rank, each in enumerate(reports) if each.has_counters is not None]
+        counters: dict[int, Tensor] = {}
+        if with_samples and reports[with_samples[0]].has_counters:
+            counters = self._comm.broadcast_object(work.counters, root=with_samples[0])
         scale = 1.0 / self._num_micro_shards
         sums = sum_over_ranks(self._comm, self._ranges, work.pending, present, work.values.absent)
-        counters = next((r.counters for r in reports if r.counters is not None), {})
         work.values.settle(sums, scale, counters)
         return exact_sum(loss for report in reports for loss in report.losses) * scale
 
@@ -301,6 +303,8 @@ class _Work:
     values: StepValues
     report: _Report
     pending: list[Node] = field(default_factory=list)
+    counters: dict[int, Tensor] = field(default_factory=dict)
+    """Integer buffers, by entry, after the first micro-shard of this rank that has samples."""
 
 
 def _trained(optimizer: Optimizer) -> list[Parameter]:

@@ -1,6 +1,5 @@
 """Check that a checkpoint has the state of one rank, no matter which ranks write, or all raise."""
 
-import math
 import pickle
 import random
 import re
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint import replicas
+from hpctrain.checkpoint import piece_plan, replicas
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import _MIX, device_checksum, state_hash
 from hpctrain.checkpoint.loading import load
@@ -286,45 +285,98 @@ def test_only_rank_0_receives_the_pieces_of_all_ranks(comm, root, monkeypatch):
 def holders_of(num):
     """Return boxes of ``num`` ranks, of which two each hold the same row of 3 tensors."""
     rows = [[3, rank // 2, 0, 1, 3] * 3 for rank in range(num)]
-    return (PiecePlan(), dict.fromkeys("abc", (num // 2, 3)), np.array(rows), None)
+    return (dict.fromkeys("abc", (num // 2, 3)), np.array(rows), None)
 
 
 def test_operations_of_the_choice_of_writers_grow_with_the_ranks():
-    assert slope(PiecePlan._choose, holders_of, 256) < 1.1
+    assert slope(piece_plan._choose, holders_of, 256) < 1.1
 
 
-@pytest.mark.parametrize("source", [None, 0, 5])
-def test_one_holder_writes_each_piece(source):
-    draw = random.Random(source)
-    for _ in range(50):
-        num_ranks, num_tensors = draw.randint(6, 20), draw.randint(1, 5)
-        cuts = [draw.randint(1, 4) for _ in range(num_tensors)]
-        shapes = {str(n): (cut, 2)[: draw.randint(1, 2)] for n, cut in enumerate(cuts)}
-        held = {path: [*range(shape[0])] for path, shape in shapes.items()}
-        rows = {p: h + draw.choices([*h, None], k=num_ranks - len(h)) for p, h in held.items()}
-        boxes = []
-        for rank in range(num_ranks):
-            box = []
-            for path, shape in shapes.items():
-                row, rest = rows[path][rank], shape[1:]
-                size = (0 if row is None else 1, *rest)
-                box += [math.prod(size), row or 0, *[0] * len(rest), *size]
-            boxes.append(box)
-        plan = PiecePlan()
-        bits = np.unpackbits(plan._choose(shapes, np.array(boxes), source), axis=2)
-        for number, (path, of_ranks) in enumerate(rows.items()):
-            assert sorted(shard.offset[0] for shard in plan.parts[path].values()) == held[path]
-            for rank, shard in plan.parts[path].items():
-                assert of_ranks[rank] == shard.offset[0]
-            writes = {rank for rank in range(num_ranks) if bits[rank, 0, number]}
-            assert writes == {*plan.parts[path]}
-            if source is not None and of_ranks[source] is not None:
-                assert source in writes
-            compared = [rank for rank in range(num_ranks) if bits[rank, 1, number]]
-            assert compared == [
-                rank
-                for rank, row in enumerate(of_ranks)
-                if row is not None
-                and of_ranks.count(row) > 1
-                and (source is None or of_ranks[source] != row)
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("source", [None, 0, "last"])
+def test_one_holder_writes_each_piece(comm, source):
+    draw = random.Random(comm.size)
+    source = comm.size - 1 if source == "last" else source
+    for _ in range(30):
+        cuts = [draw.randint(1, min(3, comm.size)) for _ in range(draw.randint(1, 5))]
+        # Each rank holds a row, or none; each row is on a rank. Tensors often have equal layouts.
+        rows_of = {
+            cut: [*range(cut), *draw.choices([*range(cut), None], k=comm.size - cut)]
+            for cut in cuts
+        }
+        for rows in rows_of.values():
+            draw.shuffle(rows)
+        shards = []  # by rank
+        for rank in range(comm.size):
+            mine = [(cut, rows_of[cut][rank]) for cut in cuts]
+            shards.append(
+                {
+                    f"p{n}": Shard((cut, 2), (row or 0, 0), (int(row is not None), 2))
+                    for n, (cut, row) in enumerate(mine)
+                }
+            )
+        plan = PiecePlan.of(comm, shards[comm.rank], source)
+        assert plan.written == [path for path in shards[0] if path in plan.written]
+        of_ranks = comm.allgather_object((plan.written, plan.compared, plan.shared))
+        assert all(shared == plan.shared for _, _, shared in of_ranks)
+        for number, (path, cut) in enumerate(zip(shards[0], cuts, strict=True)):
+            holders = [
+                [rank for rank, row in enumerate(rows_of[cut]) if row == place]
+                for place in range(cut)
             ]
+            writers = [rank for rank, (written, _, _) in enumerate(of_ranks) if path in written]
+            assert sorted(writers) == sorted(
+                source if source in ranks else ranks[(number + place) % len(ranks)]
+                for place, ranks in enumerate(holders)
+            )
+            copies = [ranks for ranks in holders if len(ranks) > 1 and source not in ranks]
+            compared = [rank for rank, (_, paths, _) in enumerate(of_ranks) if path in paths]
+            assert compared == sorted(rank for ranks in copies for rank in ranks)
+            assert (path in plan.shared) == bool(copies)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_rank_0_receives_the_pieces_of_one_tensor_of_each_layout(comm, monkeypatch):
+    gather, sent = comm.gather_object, []
+    monkeypatch.setattr(comm, "gather_object", lambda value: gather(sent.append(value) or value))
+    whole = {f"whole{n}": Shard.whole((2, n + 1)) for n in range(2)}
+    rows = {f"rows{n}": Shard((comm.size, 3), (comm.rank, 0), (1, 3)) for n in range(40)}
+    # The last tensor differs from the rows on two ranks only, which have exchanged their parts.
+    other = {0: 1, 1: 0}.get(comm.rank, comm.rank)
+    turned = {"turned": Shard((comm.size, 3), (other, 0), (1, 3))}
+    plan = PiecePlan.of(comm, {**whole, **rows, **turned}, None)
+    (boxes,) = sent
+    assert len(boxes) == 4 * (1 + 2 * 2)
+    assert plan.written[-41:] == [*rows, *turned]
+    assert plan.shared == [*whole]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_an_invalid_division_is_named_with_its_first_tensor(comm):
+    rows = Shard((comm.size, 3), (comm.rank, 0), (1, 3))
+    same = Shard((comm.size, 3), (0, 0), (1, 3))
+    pieces = {"a": rows, "b": same, "c": rows, "d": same}
+    match = rf"the parts hold 3 of {3 * comm.size} elements of b \[{comm.size}, 3\]"
+    with pytest.raises(CheckpointError, match=match):
+        PiecePlan.of(comm, pieces, None)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_copies_that_differ_are_found_in_any_tensor_and_on_any_rank(comm):
+    draw = random.Random(comm.size)
+    shard = Shard.whole((2, 3)) if comm.rank < 2 else Shard((2, 3), (0, 0), (0, 3))
+    plan = PiecePlan.of(comm, {f"p{n}": shard for n in range(9)}, None)
+    for _ in range(20):
+        checksums = {f"p{n}": draw.getrandbits(32) for n in range(9)}
+        odd, rank = draw.sample([*checksums], draw.randint(0, 4)), draw.randrange(2)
+        if comm.rank == rank:
+            checksums |= {path: checksums[path] ^ 1 << draw.randrange(32) for path in odd}
+        draw = random.Random(comm.broadcast_object(draw.random()))
+        mine = checksums if comm.rank < 2 else {}
+        if not odd:
+            plan.require_same(mine)
+            continue
+        named = ", ".join(rf"{path} at \[0, 0\]" for path in sorted(odd)[:3])
+        match = rf"{len(odd)} of 9 differ: {named} \(rank 0 differs from rank 1\)"
+        with pytest.raises(CheckpointError, match=match):
+            plan.require_same(mine)

@@ -54,6 +54,26 @@ def test_the_table_chooses_by_the_bytes_of_the_part(make_rail, monkeypatch):
     assert called == ["doubling", "ring", "doubling"]
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_an_all_to_all_sends_only_tensors_that_have_elements(make_rail, monkeypatch):
+    rail, dests = make_rail(), []
+    start_send = rail.wire.start_send
+    monkeypatch.setattr(
+        rail.wire,
+        "start_send",
+        lambda tensor, dest: dests.append(dest) or start_send(tensor, dest),
+    )
+    numels = [[(5 * a + 3 * b) % 3 for b in range(rail.size)] for a in range(rail.size)]
+    given = [torch.full((numel,), float(rail.rank)) for numel in numels[rail.rank]]
+    arrived = rail.start_alltoall(given, [row[rail.rank] for row in numels])()
+    assert [each.tolist() for each in arrived] == [
+        [float(rank)] * row[rail.rank] for rank, row in enumerate(numels)
+    ]
+    others = (rail.rank + step for step in range(1, rail.size))
+    full = [rank % rail.size for rank in others if numels[rail.rank][rank % rail.size]]
+    assert dests == full
+
+
 @pytest.mark.ranks(1)
 def test_waits_of_a_long_reduction_sleep_from_the_start():
     tries = 0

@@ -113,6 +113,32 @@ def test_heal_copies_the_majority_bitwise(hvd, trained, caplog):
 
 
 @torch.no_grad()
+@pytest.mark.ranks(3, 4)
+def test_each_rank_may_have_another_value_to_heal(hvd):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(hvd.size())))
+    hvd.broadcast_parameters(model.state_dict())
+    expected = [value.clone() for value in model.parameters()]
+    flip_a_bit(model[hvd.rank()].weight, place=hvd.rank() % 4)
+    hvd.check_replicas(model, heal=True)
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+@torch.no_grad()
+def test_messages_do_not_grow_with_the_number_of_different_replicas(hvd, monkeypatch):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    for parameter in model.parameters():
+        parameter.add_(hvd.rank())
+    comm, gathered = current().comm, []
+    gather = comm.allgather_object
+    monkeypatch.setattr(
+        comm, "allgather_object", lambda value: gathered.append(value) or gather(value)
+    )
+    with pytest.raises(ReplicaError, match=r"100 of 100 values differ: parameter 0\.weight"):
+        hvd.check_replicas(model)
+    assert len(str(gathered)) < 300
+
+
+@torch.no_grad()
 def test_differences_outside_tensors_are_not_healed(hvd, trained):
     model, optimizer = trained
     before = model[2].weight.clone()

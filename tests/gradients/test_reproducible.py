@@ -210,6 +210,21 @@ def test_running_statistics_use_the_mean_over_micro_shards(comm):
     assert int(model[0].num_batches_tracked) == 2
 
 
+@EVERY_SIZE
+@ONE_NODE
+def test_reports_of_a_step_do_not_grow_with_the_number_of_tensors(comm, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.BatchNorm1d(19) for _ in range(30)), nn.Linear(19, 5))
+    steps = Reproducible(model, sgd(model), comm, num_micro_shards=4, seed=0)
+    gather, sent = comm.allgather_object, []
+    monkeypatch.setattr(
+        comm, "allgather_object", lambda value: gather(sent.append(value) or value)
+    )
+    steps.step(own_batch(steps, 32), loss_of(model))
+    assert len(pickle.dumps(sent)) < 400
+    assert all(int(layer.num_batches_tracked) == 1 for layer in model[:-1])
+
+
 class Odd(nn.Module):
     """Define unused and partly used parameters, a shared gradient, and a replaced buffer."""
 

@@ -1,5 +1,6 @@
 """The work of functions that each rank calls with a list of all ranks is linear in the list."""
 
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from hpctrain.comm.control_channel.mailbox import tree_of
 from hpctrain.comm.plan.choice import choose_plan
 from hpctrain.comm.spares import workers_of
 from hpctrain.core.config import Settings
+from hpctrain.data.order.order import Sequential, global_order
+from hpctrain.data.steps import Division, Steps
 from hpctrain.negotiation.stall import (
     Answers,
     Inquiry,
@@ -147,6 +150,21 @@ def test_comparisons_grow_with_the_number_of_ranks(work):
         act()
         counts.append((size, 1 + Text.num_compared))
     assert slope(counts) < MAX_SLOPE
+
+
+@pytest.mark.parametrize("order", [Sequential(), global_order(1 << 22, 0, 0)])
+def test_a_rank_computes_the_indices_of_its_own_samples_only(order):
+    """Let the memory of the indices of a step not depend on the number of ranks."""
+    counts = []
+    for size in (1 << 12, 1 << 16):
+        division = Division(global_batch=16 * size, rank=size // 2, size=size)
+        steps = Steps(order, division, range(1 << 22))
+        steps.samples(0)
+        tracemalloc.start()
+        assert len(steps.samples(2)) == 16
+        counts.append((size, tracemalloc.get_traced_memory()[1]))
+        tracemalloc.stop()
+    assert slope(counts) < 0.1
 
 
 def test_hosts_provide_spares_alternately():

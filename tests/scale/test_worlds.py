@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import hpctrain as hvd
+from hpctrain.checkpoint.format.shard import Shard
+from hpctrain.checkpoint.piece_plan import PiecePlan
 from hpctrain.comm.control_channel.mailbox import FAN_OUT
 from hpctrain.core.errors import MismatchError, RankLostError
 from hpctrain.runtime.world import current
@@ -82,6 +84,33 @@ def test_shared_objects_cost_the_messages_of_separate_ones(monkeypatch):
         assert traffic.num_messages == separate[name].num_messages, name
         assert traffic.num_bytes == pytest.approx(separate[name].num_bytes, rel=0.02), name
         assert traffic.most_peers == separate[name].most_peers, name
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_bytes_of_the_writers_of_pieces_grow_with_ranks_or_tensors_not_with_both(copies):
+    """Let each tensor be divided among all ranks, or among pairs of ranks."""
+    further = []
+    for size in (16, 128):
+        world = SimulatedWorld(size)
+
+        def work(comm, size=size, world=world):
+            world.init(comm)
+            rows = Shard((size // copies, 2), (comm.rank // copies, 0), (1, 2))
+            for num in (4, 68):
+                pieces = {f"layers.{number}.weight": rows for number in range(num)}
+                world.end_phase("before")
+                plan = PiecePlan.of(current().comm, pieces, None)
+                plan.require_same(dict.fromkeys(plan.compared, 7))
+                world.end_phase(f"{num} tensors")
+
+        with quiet():
+            world.run(work)
+        few, many = (world.traffic[f"{num} tensors"] for num in (4, 68))
+        assert many.num_messages == few.num_messages
+        # One more tensor adds two or four numbers to an all-reduce, in each of its rounds.
+        further.append((many.num_bytes - few.num_bytes) / size / 64)
+        assert further[-1] <= copies * 16 * math.log2(size)
+    assert further[1] <= further[0] * 7 / 4
 
 
 def test_equal_seeds_give_equal_figures():

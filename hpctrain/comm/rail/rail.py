@@ -375,7 +375,7 @@ class Rail:
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Start an exchange that sends flat ``tensors[r]`` to each rank r.
+        """Start an exchange that sends flat ``tensors[r]`` to each rank r, unless it is empty.
 
         All tensors have one dtype. Several exchanges may be in flight if all ranks start them in
         the same order.
@@ -387,8 +387,10 @@ class Rail:
         arrived[self.rank] = tensors[self.rank]
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         with self.timed():
-            under_way = [self.wire.start_receive(arrived[r], r) for r in reversed(others)]
-            under_way += [self.wire.start_send(tensors[r], r) for r in others]
+            under_way = [
+                self.wire.start_receive(arrived[r], r) for r in reversed(others) if numels[r]
+            ]
+            under_way += [self.wire.start_send(tensors[r], r) for r in others if len(tensors[r])]
 
         def finish() -> list[Tensor]:
             with self.timed():
