@@ -235,7 +235,7 @@ def check_source(source_rank: int | None, num_ranks: int) -> None:
 
 def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
     leaves, skeleton = flatten(source.state)
-    common = lines(source.state) if is_compared else []
+    common = []
     for path, leaf in leaves.items():
         is_piece = isinstance(leaf, TensorPiece)
         tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, TensorPiece) else leaf)
@@ -244,6 +244,7 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
             common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
         if (checksum := source.checksums.get(path)) and checksum.device != "cpu":
             common[-1] += f" on {checksum.device}"
+    common += lines(source.state) if is_compared else []
     own: dict[str, Tensor] = {}
     leaves_of_own, own_skeleton = flatten(source.private)
     for path, leaf in leaves_of_own.items():

@@ -6,6 +6,7 @@ the header have, for each tensor, its dtype, its offset in the whole tensor, and
 each of its blocks; versions 1 and 2 of the format have these in the manifest.
 """
 
+import errno
 import json
 import math
 import os
@@ -305,8 +306,16 @@ def open_regular(path: Path) -> int:
     Raises ``CheckpointError``: the file is not a regular file. ``OSError``: the file cannot be
     opened.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(
+            f"files of a checkpoint must be regular files, but {path} is a symbolic link; replace "
+            f"the link by a copy of its file, or use another checkpoint"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
