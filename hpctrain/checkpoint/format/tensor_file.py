@@ -48,11 +48,11 @@ DTYPES: dict[str, torch.dtype] = {
 
 def check_storable(path: str, tensor: Tensor) -> None:
     """Raise ``CheckpointError`` for a tensor without values, not dense, or of an unknown dtype."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        found = "a nested tensor" if tensor.is_nested else tensor.layout
         raise CheckpointError(
-            f"tensors of a checkpoint must be dense and not on the meta device, got "
-            f"{tensor.layout} on {tensor.device} at {path}; convert the tensor, or remove it from "
-            f"the state"
+            f"tensors of a checkpoint must be dense and not on the meta device, got {found} on "
+            f"{tensor.device} at {path}; convert the tensor, or remove it from the state"
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
@@ -239,7 +239,7 @@ class TensorFile:
         try:
             head = self._bytes(0, 8 + length, size)
             header = json.loads(head[8:])
-            self.header_crc, self.metadata = crc32(head), header.pop("__metadata__", {})
+            self.header_crc, self.metadata = crc32(head), dict(header.pop("__metadata__", {}))
             entries = [(str(name), entry) for name, entry in header.items()]
             entries.sort(key=lambda item: item[1]["data_offsets"])
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
