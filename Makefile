@@ -59,6 +59,15 @@ define thin
 	  > "$$(packages $(1)/bin/python)/venv.pth"
 endef
 
+# Intel MPI, for perf/bench_allreduce.py; x86-64 only.
+.PHONY: .venv-impi
+.venv-impi: .venv-impi/stamp ## make the environment in which Intel MPI runs
+
+.venv-impi/stamp: .venv/stamp
+	$(call thin,.venv-impi)
+	$(BIN)/python -m pip --python .venv-impi/bin/python install --quiet --no-deps impi-rt
+	touch $@
+
 # Other trainers, for tests of the recipes in `hpctrain guide torch-distributed`. DeepSpeed is
 # built without kernels; it compiles the kernel that it needs on CPUs when it starts.
 .PHONY: .venv-trainers
@@ -244,8 +253,8 @@ bench: .venv/stamp ## run a part of every benchmark and print a table; results: 
 	@rm -rf $(BENCH); mkdir -p $(BENCH)
 	@$(MAKE) --no-print-directory .venv-horovod || true # without it, Horovod is not measured
 	@$(MAKE) --no-print-directory .venv-peers || true # missing loaders have a row that says so
-	$(call bench,50,allreduce-2,hpctrain launch -n 2 -- python perf/bench_allreduce.py --rounds 3)
-	$(call bench,60,allreduce-4,hpctrain launch -n 4 -- python perf/bench_allreduce.py --rounds 2)
+	$(foreach ranks,2 4,$(call bench,55,allreduce-$(ranks),python perf/bench_allreduce.py \
+	  --ranks $(ranks) --rounds 2))
 	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 1 --steps 3)
 	$(foreach ranks,2 4,$(call bench,60,named-$(ranks),python perf/bench_named.py --rounds 2 \
 	  --idle-pairs 20 --ranks $(ranks)))
@@ -273,8 +282,9 @@ bench-compare: .venv/stamp ## fail if build/bench has worse ratios than OLD=DIR,
 bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	@mkdir -p perf/results
 	@$(MAKE) --no-print-directory .venv-horovod || true # without it, Horovod is not measured
-	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
-	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
+	@for peers in mpich impi trainers; do $(MAKE) --no-print-directory .venv-$$peers || true; done
+	for ranks in 2 4; do python perf/bench_allreduce.py --ranks $$ranks --peers all --rounds 9 \
+	  --json perf/results/allreduce-$$ranks.json; done
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
 	for ranks in 2 4; do hpctrain launch -n $$ranks -- python perf/bench_torch_distributed.py \
 	  --json perf/results/torch-distributed-$$ranks.json; done

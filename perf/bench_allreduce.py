@@ -1,93 +1,197 @@
-"""All-reduce inside one node: hpctrain against MPI_Allreduce and gloo, on the same torch memory.
+"""All-reduce inside one node: hpctrain against MPI libraries, gloo, Horovod and DeepSpeed.
 
-    hpctrain launch -n 2 -- python perf/bench_allreduce.py [--json FILE]
+    python perf/bench_allreduce.py [--ranks 2] [--peers all] [--json FILE]
 
-Methods that sum float32 values of all ranks into a tensor of each rank:
+Sums of float32 values of all ranks, in place, on every rank:
 
-* ``MPI``: MPI_Allreduce in place on an ordinary tensor;
-* ``gloo``: torch.distributed over gloo, in the same processes;
-* ``Horovod``: over the same MPI, if it is installed;
 * ``bucket``: hpctrain, on a bucket in node memory, which stores gradients;
-* ``tensor``: hpctrain, on an ordinary tensor.
+* ``tensor``: hpctrain, on an ordinary tensor;
+* ``Open MPI``, ``MPICH``, ``Intel MPI``: MPI_Allreduce of the library;
+* ``gloo``: torch.distributed over gloo;
+* ``Horovod``: over Open MPI;
+* ``DeepSpeed``: its all-reduce in shared memory for inference.
 
-Calls of the methods are interleaved. Ratios are the median time of a peer over that of hpctrain:
-above 1 hpctrain is faster. Before each timed call the values are written again, outside of the
-measured time. The sum of each size is compared with the exact sum.
+Each peer runs in processes of its own, some in an environment of its own, which ``make
+.venv-mpich .venv-impi .venv-trainers`` creates; a missing peer is left out with a message. The
+jobs take turns in short blocks, during which the others sleep. Before each timed call the values
+are written again, outside of the measured time; the time of a call is that of its slowest rank.
+Ratios are the median time of the fastest peer over that of hpctrain: above 1 hpctrain is faster.
+Sums are compared with the exact sum.
 """
 
-import torch
-from measure import arguments, interleave, median, report
-from mpi4py import MPI
-from peers import Peer, library, start_gloo, start_horovod, stop_gloo
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from measure import Seconds, arguments, median, report
+from rich.console import Console
+from rich.progress import track
 from table import spread
 
-import hpctrain as hvd
+import hpctrain
 from hpctrain.core.units import KIB, MIB, format_bytes
-from hpctrain.runtime.world import current
 
-SIZES = (8, KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 100 * MIB)
+JOB = Path(__file__).with_name("allreduce_job.py")
+ROOT = JOB.parents[1]
+SIZES = (8, KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+OURS = ("bucket", "tensor")
+ENVIRONMENTS = {"MPICH": ".venv-mpich", "Intel MPI": ".venv-impi", "DeepSpeed": ".venv-trainers"}
+PEERS = ("Open MPI", "MPICH", "Intel MPI", "gloo", "Horovod", "DeepSpeed")
+START_LIMIT_S, BLOCK_LIMIT_S = 180, 120  # DeepSpeed compiles its kernel at the first start
 
 
-Spreads = dict[str, tuple[float, float]]
+class Job:
+    """Ranks of one peer, which wait for requests."""
+
+    def __init__(self, peer: str, ranks: int, folder: Path) -> None:
+        self.peer = peer
+        self.ranks = ranks
+        self.methods: list[str] = []
+        self.version = ""
+        found = ENVIRONMENTS.get(peer)
+        python = ROOT / found / "bin/python" if found else Path(sys.executable)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / peer))
+        self._listener.listen(ranks)
+        self._log = (folder / f"{peer}.log").open("w+b")
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        line = [python, "-m", "hpctrain", "launch", "-n", str(ranks), "--"]
+        self._process = subprocess.Popen(  # noqa: S603 - our own
+            [*line, python, JOB, peer, folder / peer],
+            env={**os.environ, "PATH": path},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self._streams: list[Any] = []
+
+    def connect(self) -> None:
+        """Wait for the ranks. Raises ``OSError`` if they do not start."""
+        self._listener.settimeout(1)
+        for _ in range(START_LIMIT_S):
+            if len(self._streams) == self.ranks or self._process.poll() is not None:
+                break
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(BLOCK_LIMIT_S)
+            self._streams.append(connection.makefile("rw"))
+        if len(self._streams) < self.ranks:
+            raise OSError(f"its ranks did not connect: {self.output()}")
+        for stream in self._streams:
+            _, self.methods, self.version = json.loads(stream.readline())
+
+    def seconds(self, method: str, num_bytes: int, repetitions: int) -> Seconds:
+        """Return the times of a block of calls."""
+        for stream in self._streams:
+            print(json.dumps([method, num_bytes, repetitions]), file=stream, flush=True)
+        replies = [stream.readline() for stream in self._streams]
+        if not all(replies):
+            raise OSError(self.output())
+        [times] = json.loads(replies[0])
+        return times
+
+    def output(self) -> str:
+        """Return the end of what the job printed."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-2000:]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._listener.close()
+        try:
+            self._process.wait(20 if self._streams else 0)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
+        self._log.close()
 
 
-def measure_size(
-    num_bytes: int, rounds: int, peers: dict[str, Peer], spreads: Spreads
-) -> dict[str, object]:
-    """Time all methods for one message size, check sums; note the spread of each ratio."""
-    comm = current().comm
-    numel = max(num_bytes // 4, 1)
-    bucket, tensor = comm.new_bucket(numel, torch.float32), torch.empty(numel)
-    written = [bucket.flat, tensor]
+def missing(peer: str) -> str:
+    """Return why a peer cannot be measured; empty if it can."""
+    found = ENVIRONMENTS.get(peer)
+    if found and not (ROOT / found / "bin/python").exists():
+        return f"no environment {found}"
+    return ""
 
-    def write() -> None:
-        written.reverse()  # values written last are in a nearer cache
-        for values in written:
-            values.fill_(comm.rank + 1)
 
-    variants = {name: peer(tensor) for name, peer in peers.items()} | {
-        "bucket": lambda: comm.allreduce_(bucket).wait(),
-        "tensor": lambda: comm.allreduce_(tensor).wait(),
-    }
+def measure_size(num_bytes: int, rounds: int, jobs: list[Job]) -> dict[str, Seconds]:
+    """Return the seconds of each method, whose blocks are interleaved."""
     repetitions = 3 if num_bytes >= 16 * MIB else 20
-    seconds = interleave(variants, rounds=rounds, repetitions=repetitions, prepare=write)
-    check(write, comm, bucket, tensor)
+    found: dict[str, Seconds] = {}
+    for _ in range(rounds):
+        for job in jobs:
+            for method in job.methods:
+                found.setdefault(method, []).extend(job.seconds(method, num_bytes, repetitions))
+    return found
+
+
+def row_of(num_bytes: int, seconds: dict[str, Seconds]) -> dict[str, Any]:
+    """Return medians and ratios of one size."""
     middle = {name: median(times) for name, times in seconds.items()}
-    size = format_bytes(num_bytes)
-    for name in peers:
-        spreads[f"{name} / bucket, {size}"] = spread(seconds[name], seconds["bucket"], rounds)
+    best = min(middle.keys() - OURS, key=middle.__getitem__)
     return {
-        "size": size,
-        **{f"{name} ms": second * 1e3 for name, second in middle.items()},
-        "bucket GB/s": num_bytes / middle["bucket"] / 1e9,
-        **{f"{name} / bucket": middle[name] / middle["bucket"] for name in peers},
-        **{f"{name} / tensor": middle[name] / middle["tensor"] for name in peers},
+        "size": format_bytes(num_bytes),
+        **{f"{name} us": second * 1e6 for name, second in middle.items()},
+        "fastest peer": best,
+        **{f"fastest peer / {name}": middle[best] / middle[name] for name in OURS},
     }
-
-
-def check(write, comm, bucket, tensor) -> None:
-    """Stop if a sum is not exact on any rank."""
-    write()
-    comm.allreduce_(bucket).wait()
-    comm.allreduce_(tensor).wait()
-    total = comm.size * (comm.size + 1) / 2
-    exact = all(bool((values == total).all()) for values in (bucket.flat, tensor))
-    comm.agree(exact, "the sum is wrong")
 
 
 def main() -> None:
     """Measure every size, print the table, write the JSON file."""
-    options = arguments(__doc__.splitlines()[0]).parse_args()
-    hvd.init()
-    torch.set_num_threads(1)
-    peers = {"MPI": library(MPI.COMM_WORLD), "gloo": start_gloo()}
-    if horovod := start_horovod():
-        peers["Horovod"] = horovod
-    spreads: Spreads = {}
-    rows = [measure_size(size, options.rounds, peers, spreads) for size in SIZES]
-    ratios = {f"MPI / bucket, {row['size']}": row["MPI / bucket"] for row in rows}
-    report(f"All-reduce, {hvd.size()} ranks on one node", rows, ratios, options.json, spreads)
-    stop_gloo()
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--peers", nargs="+", choices=["all", *PEERS], default=["Open MPI", "gloo", "Horovod"],
+        help="peers to compare with; without this option, those that .venv contains",
+    )  # fmt: skip
+    options = parser.parse_args()
+    notes = Console(stderr=True, markup=False)
+    wanted = PEERS if "all" in options.peers else options.peers
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started = []
+        for peer in ("hpctrain", *wanted):
+            if reason := missing(peer):
+                notes.print(f"{peer} is not measured: {reason}")
+            else:
+                started.append(stack.enter_context(Job(peer, options.ranks, folder)))
+        jobs = []
+        for job in started:
+            try:
+                job.connect()
+                jobs.append(job)
+            except OSError as error:
+                notes.print(f"{job.peer} is not measured: {error}")
+        if [job.peer for job in jobs[:1]] != ["hpctrain"] or len(jobs) == 1:
+            raise SystemExit("hpctrain and at least one peer must start")
+        rows, spreads, ratios = [], {}, {}
+        for num_bytes in track(SIZES, "sizes", transient=True):
+            seconds = measure_size(num_bytes, options.rounds, jobs)
+            rows.append(row := row_of(num_bytes, seconds))
+            for name in OURS:
+                ratio = f"fastest peer / {name}, {row['size']}"
+                ratios[ratio] = row[f"fastest peer / {name}"]
+                peer = seconds[row["fastest peer"]]
+                spreads[ratio] = spread(peer, seconds[name], options.rounds)
+        facts = {
+            "ranks": options.ranks,
+            "threads per rank": 1,
+            **{job.peer: job.version for job in jobs[1:]},
+        }
+        title = f"All-reduce, {options.ranks} ranks on one node, hpctrain {hpctrain.__version__}"
+        report(title, rows, ratios, options.json, spreads, facts)
 
 
 if __name__ == "__main__":

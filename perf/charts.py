@@ -26,8 +26,11 @@ UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 NODE_STYLES = {
     "bucket": ("hpctrain, bucket in node memory", "#4477aa", "o"),
     "tensor": ("hpctrain, ordinary tensor", "#66ccee", "s"),
-    "MPI": ("MPI_Allreduce", "#ee6677", "^"),
+    "Open MPI": ("Open MPI", "#ee6677", "^"),
+    "MPICH": ("MPICH", "#aa3377", "v"),
+    "Intel MPI": ("Intel MPI", "#228833", "<"),
     "gloo": ("gloo", "#ccbb44", "D"),
+    "DeepSpeed": ("DeepSpeed", "#bbbbbb", ">"),
 }
 STEP_STYLES = {
     "hpctrain": ("hpctrain", "#4477aa", "o"),
@@ -45,7 +48,9 @@ def bandwidth(files: Sequence[dict[str, Any]], path: Path) -> None:
     for axes, found in zip(panels, files, strict=True):
         sizes = [_bytes_of(row["size"]) for row in found["rows"]]
         for name, (label, color, marker) in NODE_STYLES.items():
-            seconds = [row[f"{name} ms"] * 1e-3 for row in found["rows"]]
+            if f"{name} us" not in found["rows"][0]:
+                continue
+            seconds = [row[f"{name} us"] * 1e-6 for row in found["rows"]]
             rates = [size / took / 1e9 for size, took in zip(sizes, seconds, strict=True)]
             axes.plot(sizes, rates, label=label, color=color, marker=marker, markersize=4)
         axes.set(xscale="log", yscale="log", xlabel="message on every rank (bytes)")

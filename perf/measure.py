@@ -101,14 +101,16 @@ def report(
     ratios: Mapping[str, float],
     json_file: Path | None,
     spreads: Mapping[str, Sequence[float]] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Print a table of ``rows``, then the ratios; rank 0 only.
 
     The JSON file also has ``spreads``: minimum and maximum of each ratio over the rounds, by name.
+    ``facts`` are added to the description of the machine, or replace some of it.
     """
     if MPI.COMM_WORLD.rank != 0:
         return
-    facts = machine()
+    facts = {**machine(), **(facts or {})}
     console = Console(width=WIDTH, height=HEIGHT, highlight=False)
     console.print(title, style="bold")
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")

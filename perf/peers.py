@@ -1,4 +1,4 @@
-"""Other methods that sum a tensor over all ranks, in the same processes: MPI, gloo and Horovod.
+"""Other methods that sum a tensor over all ranks: MPI, gloo, Horovod and DeepSpeed.
 
 Each function takes a tensor, prepares the operation, and returns a function that replaces the
 tensor by its sum over all ranks. Only the returned function is timed.
@@ -48,13 +48,18 @@ def stop_gloo() -> None:
     dist.destroy_process_group()
 
 
-def start_horovod() -> Peer | None:
-    """Start Horovod over the world of MPI; return None if it is not installed. Collective."""
-    try:
-        horovod = importlib.import_module("horovod.torch")
-    except ImportError:
-        return None
+def start_horovod() -> Peer:
+    """Start Horovod over the world of MPI. Collective."""
+    horovod = importlib.import_module("horovod.torch")
     horovod.init(comm=MPI.COMM_WORLD)
     return lambda tensor: partial(
         horovod.allreduce_, tensor, op=horovod.Sum, name=f"sum of {tensor.numel()}"
     )
+
+
+def start_deepspeed() -> Peer:
+    """Start DeepSpeed, whose all-reduce for inference uses shared memory. Collective."""
+    deepspeed = importlib.import_module("deepspeed.comm")
+    os.environ["LOCAL_SIZE"] = str(MPI.COMM_WORLD.size)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    return lambda tensor: partial(deepspeed.inference_all_reduce, tensor)

@@ -98,6 +98,8 @@ class CheckpointDirectory:
                 found[steps[0]] = str(error)
             else:
                 return steps[0], faults
+        if not faults and not gone and {*self.steps()} - {*passed_over}:
+            return self.newest(passed_over)  # names that another job changed during the listing
         # Some file systems list removed files for a while: then the run has checkpoints.
         listed = self.steps() if gone else []
         return None, faults | {step: why for step, why in gone.items() if step in listed}

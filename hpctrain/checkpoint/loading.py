@@ -30,6 +30,7 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.comm.threaded import start_on
+from hpctrain.core.checks import checked
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
 
@@ -61,12 +62,13 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged or hostile, or lacks a
-            tensor of ``into``; on every rank.
+            tensor of ``into``, or the ranks pass different directories; on every rank.
     """
     what = f"read checkpoint {directory}"
-    data = _manifest_bytes(directory, comm)
+    name, data = _manifest_bytes(directory, comm)
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
+        _require_same_directory(directory, name)
         manifest = CheckpointManifest.parse(data, directory)
         _check_wanted(directory, manifest, into or {})
     index = PartIndex(directory, manifest)
@@ -98,14 +100,28 @@ def read_manifest(directory: Path | str, comm: Communicator) -> CheckpointManife
 
     Raises ``CheckpointError`` on every rank, as ``CheckpointManifest.read`` does.
     """
-    data = _manifest_bytes(directory, comm)
+    name, data = _manifest_bytes(directory, comm)
     with agreed(comm, CheckpointError):
+        _require_same_directory(absolute(directory), name)
         return CheckpointManifest.parse(data, directory)
 
 
-def _manifest_bytes(directory: Path | str, comm: Communicator) -> bytes:
-    read = explained(f"read checkpoint {directory}")(lambda: read_bytes(absolute(directory)))
-    return on_root(comm, read, CheckpointError)
+def _manifest_bytes(directory: Path | str, comm: Communicator) -> tuple[str, bytes]:
+    """Return the directory of rank 0, and the bytes of its manifest. Collective."""
+
+    def read() -> tuple[str, bytes]:
+        path = absolute(directory)
+        return str(path), read_bytes(path)
+
+    return on_root(comm, explained(f"read checkpoint {directory}")(read), CheckpointError)
+
+
+def _require_same_directory(directory: Path, of_root: str) -> None:
+    if str(directory) != of_root:
+        raise CheckpointError(
+            f"all ranks must load the same checkpoint, but rank 0 loads {of_root}, and this rank "
+            f"{directory}; pass the same directory"
+        )
 
 
 def check(directory: Path | str) -> list[str]:
@@ -209,6 +225,9 @@ def _all_of(manifest: CheckpointManifest) -> dict[str, Shard]:
 def _check_wanted(
     directory: Path, manifest: CheckpointManifest, into: Mapping[str, Shard]
 ) -> None:
+    checked("into", into, Mapping, CheckpointError)
+    for path, shard in into.items():
+        checked(f"into[{path!r}]", shard, Shard, CheckpointError)
     if missing := sorted(set(into) - set(manifest.tensors)):
         raise CheckpointError(
             f"the tensors of into must be in the checkpoint, but {directory} has no "

@@ -165,7 +165,7 @@ class Manager:
 
         Raises:
             CheckpointError: this save or the last save failed, and nothing was saved; or step,
-                score or source_rank differ between ranks; on every rank.
+                score, source_rank or wait differ between ranks; on every rank.
         """
         began = time.monotonic()
         try:
@@ -174,16 +174,20 @@ class Manager:
             if not wait:
                 raise
             self._warn(str(error))
-        scored = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
+        with agreed(self._comm, CheckpointError):
+            checked("score", score, float | None, CheckpointError)
+            scored = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
+            facts = {**checked("facts", facts or {}, Mapping, CheckpointError), **scored}
         call = [f"step {step}", f"score {scored.get(SCORE)}", f"source_rank {source_rank}"]
+        call.append(f"wait {wait}")
         with mismatches():
             require_equal(self._comm, call, "an argument of Manager.save", "pass the same values")
         if step == self._step and (self._has_score or not scored):
             return
-        taken = self._taken(step, state, private or {}, source_rank)
+        taken = self._taken(step, state, private, source_rank)
         options = saving.SaveOptions(
             step=step,
-            facts={**(facts or {}), **scored},
+            facts=facts,
             guard=self._guard,
             source_rank=source_rank,
             files=self._files,
@@ -283,10 +287,11 @@ class Manager:
                 if self._writer.at_once:
                     return saving.SaveSource.of(state, private, self._comm, source_rank)
                 saving.check_source(source_rank, self._comm.size)
+                private = checked("private", private or {}, Mapping, CheckpointError)
                 of_state, of_private = self._snapshots
                 copy = of_state.take(state, source_rank)
-                checked = of_state.checksums, of_state.compare_s
-                return saving.SaveSource(copy, of_private.take(private), *checked)
+                compared = of_state.checksums, of_state.compare_s
+                return saving.SaveSource(copy, of_private.take(private), *compared)
         except CheckpointError as error:
             return error
 

@@ -10,12 +10,16 @@ from hpctrain.core.errors import CheckpointError, MismatchError
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Convert errors of files and memory in the block to CheckpointError "cannot ``what``"."""
+    """Convert errors of files and memory in the block to CheckpointError "cannot ``what``".
+
+    ``what`` begins with a verb; "read" leads to the remedy to use another checkpoint.
+    """
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
         named = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        reason = refusal(error, "use another directory")
+        other = "checkpoint" if what.startswith("read") else "directory"
+        reason = refusal(error, f"use another {other}")
         raise CheckpointError(f"cannot {what}{named}: {reason}") from error
 
 

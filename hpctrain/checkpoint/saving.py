@@ -81,6 +81,7 @@ class SaveSource:
     ) -> "SaveSource":
         """Return a source that refers to the state without a copy. Not collective."""
         began = time.perf_counter()
+        private = checked("private", private or {}, Mapping, CheckpointError)
         found = {}
         if comm.size > 1 and source_rank is None:
             found = checksums(flatten(state)[0])
@@ -147,9 +148,9 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
             different tensors, the directory has the name of another step, or a file cannot be
             written; on every rank, and an older checkpoint is intact.
     """
-    take = partial(SaveSource.of, state, private or {}, comm, source_rank)
+    take = partial(SaveSource.of, state, private, comm, source_rank)
     options = SaveOptions(
-        step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank, files=files
+        step=step, facts=facts or {}, guard=guard, source_rank=source_rank, files=files
     )
     return write(directory, take, comm, options)
 
@@ -159,10 +160,16 @@ class SaveOptions:
     """Arguments of ``save`` other than directory, state and communicator."""
 
     step: int
-    facts: dict[str, Any]
+    facts: Mapping[str, Any]
     guard: Callable[[], None] | None
     source_rank: int | None
     files: str
+
+    def check(self, num_ranks: int) -> None:
+        """Raise ``CheckpointError`` unless all values are valid."""
+        check_source(self.source_rank, num_ranks)
+        checked("files", self.files, Files, CheckpointError)
+        checked("facts", self.facts, Mapping, CheckpointError)
 
     def lines(self) -> list[str]:
         """Return the arguments that must be the same on every rank."""
@@ -182,8 +189,7 @@ def write(
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
         require_named(directory, step)
-        check_source(source_rank, comm.size)
-        checked("files", options.files, Files, CheckpointError)
+        options.check(comm.size)
         source = take()
         contents = _contents(source, options.facts, is_compared=source_rank is None)
     with mismatches():
@@ -220,6 +226,7 @@ def write(
 
 def check_source(source_rank: int | None, num_ranks: int) -> None:
     """Raise ``CheckpointError`` unless ``source_rank`` is None or a rank."""
+    checked("source_rank", source_rank, int | None, CheckpointError)
     if source_rank is not None and not 0 <= source_rank < num_ranks:
         raise CheckpointError(
             f"source_rank must be a rank from 0 to {num_ranks - 1}, got {source_rank}"
@@ -228,7 +235,7 @@ def check_source(source_rank: int | None, num_ranks: int) -> None:
 
 def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
     leaves, skeleton = flatten(source.state)
-    common = lines(source.state) if is_compared else []
+    common = []
     for path, leaf in leaves.items():
         is_piece = isinstance(leaf, TensorPiece)
         tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, TensorPiece) else leaf)
@@ -237,6 +244,7 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
             common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
         if (checksum := source.checksums.get(path)) and checksum.device != "cpu":
             common[-1] += f" on {checksum.device}"
+    common += lines(source.state) if is_compared else []
     own: dict[str, Tensor] = {}
     leaves_of_own, own_skeleton = flatten(source.private)
     for path, leaf in leaves_of_own.items():

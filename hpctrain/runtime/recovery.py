@@ -29,6 +29,8 @@ T = TypeVar("T")
 LIMIT_S = 60.0
 """Longest time in which the survivors must create their world; all ranks end after that."""
 
+_RESTART = "restart from the last commit or checkpoint"
+
 
 def is_on() -> bool:
     """Return True if this world recovers from lost ranks, see ``hpctrain launch --recover``."""
@@ -118,21 +120,20 @@ def ends_with_losses(remedy: str) -> Iterator[None]:
 
 
 def raise_lost(error: Exception) -> NoReturn:
-    """Raise ``RankLostError`` for an MPI error that reports a lost rank, or else ``error``.
+    """Raise ``RankLostError`` with a remedy for an error of a lost rank, or else ``error``.
 
     Not collective: the error names the ranks that this rank knows to be lost.
     """
-    if not is_loss(error) or not is_on():
+    if not is_on() or not _is_of_loss(error):
         raise error
-    raise RankLostError(_died(survivors.failed(_ranks()))) from error
+    lost = survivors.failed(_ranks())
+    is_named = isinstance(error, RankLostError) and not lost
+    raise RankLostError(f"{error}; {_RESTART}" if is_named else _died(lost)) from error
 
 
 def _died(lost: list[int]) -> str:
     who = f"{format_ranks(lost)} of {world.size()}" if lost else f"one of {world.size()} ranks"
-    return (
-        f"{who} died, and the other ranks cannot continue without the lost state; restart from "
-        f"the last commit or checkpoint"
-    )
+    return f"{who} died, and the other ranks cannot continue without the lost state; {_RESTART}"
 
 
 def _may_be_loss(error: BaseException) -> bool:

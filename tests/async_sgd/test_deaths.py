@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from hpctrain.cluster.env import RANK_LOST
 from hpctrain.launch import mpiexec
 from tests.harness import preload
 from tests.harness.pace import scaled
@@ -138,6 +139,9 @@ def test_second_worker_may_die_during_the_recovery(tmp_path, later_s):
     """It has pushed two gradients more than the first one, and waits at the bound."""
     words = "-n", "4", "--nodes", "2", "--recover", "--", "AsyncSGD", 0, later_s
     done = launched(tmp_path, WORKERS, *words)
+    if "(MPIX_Comm_shrink+" in done.stderr:  # Open MPI 5.0 may crash if a rank dies in the call
+        assert done.returncode == RANK_LOST, done.stdout + done.stderr
+        return
     assert done.returncode == 0, done.stdout + done.stderr
     found = r"rank (\d) of 2: \[5.0, (\d+).0, 20.0, 0.0\], -0.5\."
     ranks, output = zip(*re.findall(found, done.stdout), strict=True)
@@ -155,9 +159,10 @@ def test_lost_server_is_reported_in_a_run_with_recovery(tmp_path, what, dying):
     done = launched(tmp_path, SCRIPT, "-n", "3", "--recover", "--", "AsyncSGD", what, dying)
     assert done.returncode != 0
     assert "whole" not in done.stdout
-    assert f"] rank {dying} of 3 died, and the other ranks cannot continue" in done.stderr, (
-        done.stderr
-    )
+    # A rank of the same node may detect the death before MPI does; then the process is named.
+    found = rf"\] rank {dying} (of 3|\(process \d+ of this node\)) died"
+    assert re.search(found, done.stderr), done.stderr
+    assert "restart from the last commit or checkpoint" in done.stderr
     assert "MPI_ERR" not in done.stderr
 
 

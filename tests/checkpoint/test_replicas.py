@@ -99,6 +99,16 @@ def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(comm, root, ba
     assert 3 < with_error < 15
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("missing", "named"), [("n", "a/n = 2"), ("t", "a/t is float32")])
+def test_missing_value_of_a_mapping_is_named(comm, root, missing, named):
+    state = {"a": {"n": 2, "t": torch.ones(3)}, "b": 1}
+    if comm.rank == 1:
+        del state["a"][missing]
+    with pytest.raises(CheckpointError, match=rf"differs: rank 0: {named}"):
+        save(root / "step-00000001", state, comm, step=1)
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_different_tensors_and_ranks_are_reported_with_remedies(comm, root):
     state = {"a": torch.zeros(3), "b": torch.ones(2), "c": torch.ones(2, 2), "d": torch.zeros(1)}

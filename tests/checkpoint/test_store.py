@@ -16,6 +16,7 @@ from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, file_name
 from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.loading import check, load
+from hpctrain.checkpoint.manager import Manager
 from hpctrain.checkpoint.saving import save
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind, same
@@ -110,6 +111,51 @@ def test_sharded_state_is_loaded_whole_or_in_other_pieces(comm, folder):
             loaded = load(folder / f"{saved}-{dim}", group, into={"w": wanted})
             assert same(loaded.state, {"w": piece(wanted), "n": 1})
             assert same(load(folder / f"{saved}-{dim}", group).state["w"], matrix())
+
+
+SAVE, LOAD = {"step": 1}, {"into": None}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("method", "right", "wrong"),
+    [
+        *(("save", SAVE, {"facts": facts}) for facts in (7, "text")),
+        ("save", SAVE, {"private": 7}),
+        *(("save", SAVE, {"source_rank": rank}) for rank in ("0", 9, True)),
+        *(("load", LOAD, {"into": into}) for into in (7, {"w": 3})),
+        *(("manager", SAVE, {name: 7}) for name in ("facts", "private")),
+        ("manager", SAVE, {"score": "best"}),
+    ],
+    ids=str,
+)
+def test_argument_that_is_wrong_on_one_rank_raises_on_all_ranks(
+    comm, folder, method, right, wrong
+):
+    state = {"w": matrix()}
+    save(folder / "step-00000000", state, comm, step=0)
+    given = right | (wrong if comm.rank == comm.size - 1 else {})
+    manager = Manager(folder, comm, background=False)
+    calls = {
+        "save": lambda: save(folder / "step-00000001", state, comm, **given),
+        "load": lambda: load(folder / "step-00000000", comm, **given),
+        "manager": lambda: manager.save(state, **given),
+    }
+    with pytest.raises(CheckpointError, match=next(iter(wrong))):
+        calls[method]()
+    manager.close()
+    assert same(load(folder / "step-00000000", comm).state, state)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_disagree_on_wait_or_the_directory_raise_on_all_ranks(comm, folder):
+    manager = Manager(folder, comm, background=False)
+    with pytest.raises(CheckpointError, match="wait"):
+        manager.save({"w": matrix()}, 1, wait=comm.rank == 1)
+    manager.save({"w": matrix()}, 2)
+    manager.close()
+    with pytest.raises(CheckpointError, match="must load the same checkpoint"):
+        load(folder / ("step-00000002" if comm.rank == 0 else "step-00000001"), comm)
 
 
 @SIZES

@@ -64,9 +64,9 @@ def test_recursive_state_is_rejected():
 def test_lines_name_every_value():
     state = {"a": [1, (2.5, "x")], "b": {"c": None, "t": torch.zeros(1), "big": 2**70}}
     assert lines(state) == [
-        " is a mapping of 2 items", "a is a list of 2 items", "a/0 = 1",
-        "a/1 is a tuple of 2 items", "a/1/0 = 2.5", "a/1/1 = 'x'",
-        "b is a mapping of 3 items", "b/c = None", "b/big = {'int': '0x400000000000000000'}",
+        "a/0 = 1", "a/1/0 = 2.5", "a/1/1 = 'x'", "b/c = None",
+        "b/big = {'int': '0x400000000000000000'}", "the state is a mapping of 2 items",
+        "a is a list of 2 items", "a/1 is a tuple of 2 items", "b is a mapping of 3 items",
     ]  # fmt: skip
 
 

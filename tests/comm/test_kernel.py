@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.node import kernel as kernel_module
+from hpctrain.comm.node import kernel_build
 from hpctrain.comm.node.kernel import DIFFERENT, DONE, LATE, Kernel, Library, library
 from hpctrain.comm.node.node_barrier import NodeBarrier
 from hpctrain.comm.node.shared_memory import combine, spread
@@ -21,8 +22,9 @@ from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError
 from tests.comm.conftest import connected
+from tests.harness.features import ARM64_COMPILER, ARM64_EMULATOR
 
-RACE = Path(__file__).with_name("kernel_race.c")
+HERE = Path(__file__).parent
 SLOT_BYTES = 1024
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
@@ -207,13 +209,34 @@ def test_ranks_with_and_without_the_kernel_work_together(world, monkeypatch):
             comm.allreduce_(torch.ones(3 + world.rank))
 
 
+def compiled(source, program, *options, compiler="cc"):
+    command = [compiler, *options, HERE / source, "-o", program, "-lpthread"]
+    subprocess.run(command, check=True)
+    return str(program)
+
+
+def output(*command):
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 @pytest.mark.requires("c-compiler")
 def test_threads_in_place_of_ranks_show_no_race(tmp_path):
-    program = tmp_path / "race"
     options = ["-std=gnu11", "-O1", "-g", "-fsanitize=thread"]
-    subprocess.run(["cc", *options, RACE, "-o", program, "-lpthread"], check=True)
+    program = compiled("kernel_race.c", tmp_path / "race", *options)
     for size in (2, 3, 5):
-        done = subprocess.run(
-            [program, str(size), "200", str(size)], check=False, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+        assert output(program, str(size), "200", str(size)) == "0\n"
+
+
+@pytest.mark.requires("c-compiler", "arm64-compiler", "arm64-emulator")
+def test_arm64_sums_have_the_bits_of_this_processor(tmp_path):
+    options = [flag for flag in kernel_build._FLAGS if flag not in ("-fPIC", "-shared")]
+    arm64 = [compiled(
+        source, tmp_path / f"{source}.arm64", *options, "-static", compiler=ARM64_COMPILER
+    ) for source in ("kernel_sums.c", "kernel_race.c")]  # fmt: skip
+    here = compiled("kernel_sums.c", tmp_path / "sums", *options)
+    for seed in range(10):
+        assert output(ARM64_EMULATOR, arm64[0], str(seed)) == output(here, str(seed))
+    for size in (2, 3, 5):
+        assert output(ARM64_EMULATOR, arm64[1], str(size), "200", str(size)) == "0\n"

@@ -5,6 +5,7 @@ import pytest
 from tests.conformance.expected import expected_failures
 from tests.conformance.launches import LOST, Outcome, Suite, decide, have_finished, read
 from tests.conformance.suite import HOW_TO_GET_IT, Table, main
+from tests.harness.pace import scaled
 
 PASSED, STARTED, SKIPPED = Outcome("passed", "", 1.0), Outcome("started"), Outcome("skipped", "no")
 FAILED, FINISHED = Outcome("failed", "wrong"), Outcome("finished")
@@ -132,7 +133,8 @@ def test_every_test_gets_a_verdict_for_any_behaviour_of_ranks(tmp_path):
     file, log = tmp_path / "test_fake.py", tmp_path / "logs/log"
     file.write_text(FAKE)
     (tmp_path / "common.py").write_text(COMMON)
-    found = Suite(test_limit_s=4.0).run(file, 2, log)
+    limit_s = round(scaled(4))
+    found = Suite(test_limit_s=limit_s).run(file, 2, log)
     reasons = {
         test.partition("::test_")[2]: (outcome.outcome, outcome.reason.rpartition(": ")[2])
         for test, outcome in found.items()
@@ -141,7 +143,7 @@ def test_every_test_gets_a_verdict_for_any_behaviour_of_ranks(tmp_path):
         "is_hpctrain": ("passed", ""),
         "fails_on_one_rank": ("failed", "assert 1 == 0"),
         "is_skipped": ("skipped", "no reason"),
-        "hangs": ("failed", "still ran after 4 s; its stacks are in the log"),
+        "hangs": ("failed", f"still ran after {limit_s} s; its stacks are in the log"),
         "ends_without_a_word": ("failed", LOST),
         "comes_last": ("passed", ""),
     }

@@ -138,9 +138,12 @@ def _torch_2_7() -> str:
     return "" if VERSION >= (2, 7) else f"no torch 2.7: {VERSION}"
 
 
+ARM64_COMPILER, ARM64_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
 
 FEATURES: dict[str, Callable[[], str]] = {
+    "arm64-compiler": _program(ARM64_COMPILER),
+    "arm64-emulator": _program(ARM64_EMULATOR),
     "c++-compiler": _program("g++", "clang++"),
     "c-compiler": _program("cc", "gcc"),
     "chromium": _program("chromium"),

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import hpctrain
 from tests.comm.network_job import sent_bytes
+from tests.process_group.conftest import all_gather_single, reduce_scatter_single
 
 dist.init_process_group("hpctrain")
 rank, size = dist.get_rank(), dist.get_world_size()

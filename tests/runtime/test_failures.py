@@ -1,6 +1,7 @@
 """A failure of one rank ends all ranks within five seconds, with a non-zero code and a reason."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -231,7 +232,7 @@ def test_a_rank_that_exceeds_the_timeout_ends_all(
         """,
     )
     assert outcome.code == RANK_LOST, outcome.err
-    assert "rank 0 has waited 2 s for the others; see" in outcome.err
+    assert re.search(r"rank 0 has waited [2-9] s for the others; see", outcome.err), outcome.err
     assert "submit allreduce.loss within HPCTRAIN_TIMEOUT=2 seconds" in outcome.err
     assert_ended(outcome, 2 + LIMIT_S)
 

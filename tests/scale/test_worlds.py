@@ -39,8 +39,10 @@ MOST = {
     "recovery": 40,
 }
 """Bounds of the messages per rank, divided by log2(N), for any N."""
-ONCE = {"init", "DistributedOptimizer", "stop request", "recovery"}
-"""Operations, rare in a program, in which each rank receives some bytes of each other rank."""
+ONCE = {"init", "DistributedOptimizer", "stop request", "checkpoint load", "recovery"}
+"""Operations, rare in a program, in which each rank receives some bytes of each other rank.
+
+The manifest of a checkpoint, which all ranks receive, has an entry for each file."""
 
 figures_of = lru_cache(all_figures)
 

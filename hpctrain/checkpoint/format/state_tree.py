@@ -171,12 +171,17 @@ def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def lines(state: object) -> list[str]:
-    """Return a line ``path = value`` for every plain value, to compare states between ranks."""
-    found = []
+    """Return a line for every plain value and container, to compare states between ranks.
+
+    Containers follow the values, so that the first line that differs names a missing value.
+    """
+    values: list[str] = []
+    containers: list[str] = []
     for path, value in walk(state):
         if isinstance(value, Mapping | list | tuple):
             kind = next(each for each in (Mapping, list, tuple) if isinstance(value, each))
-            found.append(f"{path} is a {kind.__name__.lower()} of {len(value)} items")
+            where = path or "the state"
+            containers.append(f"{where} is a {kind.__name__.lower()} of {len(value)} items")
         elif not isinstance(value, Tensor | TensorPiece):
-            found.append(f"{path} = {_take_plain(value, ())!r}")
-    return found
+            values.append(f"{path} = {_take_plain(value, ())!r}")
+    return values + containers

@@ -6,6 +6,7 @@ the header have, for each tensor, its dtype, its offset in the whole tensor, and
 each of its blocks; versions 1 and 2 of the format have these in the manifest.
 """
 
+import errno
 import json
 import math
 import os
@@ -47,11 +48,11 @@ DTYPES: dict[str, torch.dtype] = {
 
 def check_storable(path: str, tensor: Tensor) -> None:
     """Raise ``CheckpointError`` for a tensor without values, not dense, or of an unknown dtype."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        found = "a nested tensor" if tensor.is_nested else tensor.layout
         raise CheckpointError(
-            f"tensors of a checkpoint must be dense and not on the meta device, got "
-            f"{tensor.layout} on {tensor.device} at {path}; convert the tensor, or remove it from "
-            f"the state"
+            f"tensors of a checkpoint must be dense and not on the meta device, got {found} on "
+            f"{tensor.device} at {path}; convert the tensor, or remove it from the state"
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
@@ -238,7 +239,7 @@ class TensorFile:
         try:
             head = self._bytes(0, 8 + length, size)
             header = json.loads(head[8:])
-            self.header_crc, self.metadata = crc32(head), header.pop("__metadata__", {})
+            self.header_crc, self.metadata = crc32(head), dict(header.pop("__metadata__", {}))
             entries = [(str(name), entry) for name, entry in header.items()]
             entries.sort(key=lambda item: item[1]["data_offsets"])
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
@@ -305,8 +306,16 @@ def open_regular(path: Path) -> int:
     Raises ``CheckpointError``: the file is not a regular file. ``OSError``: the file cannot be
     opened.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(
+            f"files of a checkpoint must be regular files, but {path} is a symbolic link; replace "
+            f"the link by a copy of its file, or use another checkpoint"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(
