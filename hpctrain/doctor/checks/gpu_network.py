@@ -261,21 +261,21 @@ def check_site(facts: Facts, site: SiteProfile | None) -> Found:
     if site is None:
         return ok("unknown; hpctrain site list shows the profiles")
     if not job_id(facts.environ):
-        return ok(f"{site.title}; its nodes are checked in a job")
+        return ok(f"{site.label}; its nodes are checked in a job")
     live = sum(each.is_live for each in facts.network.adapters)
     gpus = facts.gpus.num_devices or len(facts.gpu_network.places)
     found = []
     if has_gpus(facts) and live < site.node.adapters:
         what = (
-            f"a node of {site.title} has {site.node.adapters} adapters, but {live} are active here"
+            f"a node of {site.label} has {site.node.adapters} adapters, but {live} are active here"
         )
         found.append(warning(what, f"report {facts.host} to the site"))
     if gpus and gpus < site.node.gpus and not visible_devices(facts.environ):
-        what = f"a node of {site.title} has {site.node.gpus} GPUs, but this node has {gpus}"
+        what = f"a node of {site.label} has {site.node.gpus} GPUs, but this node has {gpus}"
         found.append(note(what, f"#SBATCH --gpus-per-node={site.node.gpus}"))
     missing = [name for name in site.job.variables if name not in facts.environ]
     if has_gpus(facts) and missing:
-        what = f"{site.title} recommends variables that are not set: {', '.join(missing)}"
+        what = f"{site.label} recommends variables that are not set: {', '.join(missing)}"
         do = f'export {missing[0]}="{site.job.variables[missing[0]]}"; hpctrain submit --site '
         found.append(note(what, f"{do}{site.name} sets all"))
-    return found or ok(f"{site.title}: adapters, GPUs and variables as documented")
+    return found or ok(f"{site.label}: adapters, GPUs and variables as documented")

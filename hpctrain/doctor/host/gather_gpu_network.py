@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpctrain.cluster.resources import affinity
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.units import parse_numbers
 from hpctrain.doctor.checks.facts import DirectoryFacts
 from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts, GpuPlace, StripeFacts
 from hpctrain.doctor.host.directory_trial import file_system_of
@@ -52,7 +53,7 @@ def gather(
         places=places,
         interfaces=tuple(sorted(path.name for path in (root / "sys/class/net").glob("*"))),
         plugins=tuple(_plugins(environ)),
-        num_numa_nodes=sum(bool(own & {*_numbers(_read(node))}) for node in nodes) or 1,
+        num_numa_nodes=sum(bool(own & {*parse_numbers(_read(node))}) for node in nodes) or 1,
         caches={
             path: file_system_of(_existing(path))
             for path in _caches(environ, {each.vendor for each in places})
@@ -73,7 +74,9 @@ def _places(devices: Path) -> Iterable[GpuPlace]:
     for device in sorted(devices.glob("*")):
         vendor = _VENDORS.get(_read(device / "vendor"))
         if vendor and _read(device / "class").startswith(_CLASSES):
-            yield GpuPlace(vendor=vendor, cores=tuple(_numbers(_read(device / "local_cpulist"))))
+            yield GpuPlace(
+                vendor=vendor, cores=tuple(parse_numbers(_read(device / "local_cpulist")))
+            )
 
 
 def _plugins(environ: Mapping[str, str]) -> Iterable[Path]:
@@ -120,12 +123,6 @@ def _memory(file: Path) -> tuple[int, int]:
     values = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     huge = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0)
     return huge * 1024, values.get("MemTotal", 0) * 1024
-
-
-def _numbers(text: str) -> Iterable[int]:
-    """Yield the integers of a list of ranges such as ``0-23,96-119``."""
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _read(path: Path) -> str:
