@@ -101,6 +101,12 @@ def text(name: str) -> str:
     return (_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
 
 
+def option(name: str, option: str) -> str:
+    """Return the value of an option of sbatch in a template."""
+    found = re.search(f"^#SBATCH {option}=(.*)$", text(name), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def script(name: str, settings: BatchSettings) -> str:
     """Return the text of a template with the given settings.
 

@@ -33,6 +33,8 @@ WITHOUT_SLURM = (
 UNLIMITED = ("0", "unlimited", "infinite")  # values that mean no time limit
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+_SIZE = re.compile(r"(\d+)([KMGT]?)B?")
+_UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "pjsub": "PJM"}
 """Commands that submit jobs to other schedulers."""
 
@@ -123,6 +125,12 @@ def sbatch_time(text: str) -> str:
         ) from None
     hours, minutes = divmod(int(minutes) + (rest > 0), 60)  # Slurm rounds to minutes
     return f"{hours:02d}:{minutes:02d}:00"
+
+
+def megabytes(text: str) -> float | None:
+    """Return the megabytes of a size in the format of Slurm, such as ``64G``; None if invalid."""
+    match = _SIZE.fullmatch(text.upper())
+    return float(match[1]) * _UNITS_MB[match[2]] if match else None
 
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:

@@ -12,6 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+from hpctrain.core.finding import Level
+from hpctrain.launch.site import SiteProfile
+
 MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun")
 """Programs that start ranks, in addition to ``hpctrain launch``."""
 
@@ -53,6 +56,8 @@ _UTILITIES = frozenset(
 _TOOLS_OF_PYTHON = ("pip", "venv", "zipfile", "tarfile", "compileall", "ensurepip")
 
 SHORT = {
+    "A": "account",
+    "C": "constraint",
     "c": "cpus-per-task",
     "e": "error",
     "G": "gpus",
@@ -63,6 +68,8 @@ SHORT = {
     "N": "nodes",
     "n": "ntasks",
     "o": "output",
+    "p": "partition",
+    "q": "qos",
     "t": "time",
     "W": "wait",
 }
@@ -92,6 +99,8 @@ OPTIONAL = frozenset(
 """Options whose value, if any, follows without a space: ``--nice=5``, ``-K0``."""
 
 
+Fault = tuple[Level, str, str]  # level, finding and remedy
+
 Options = Mapping[str, str]
 """Values of options by long name; empty for a flag."""
 
@@ -111,6 +120,7 @@ class LintFacts:
     directory: Path | None = None
     """Directory in which sbatch is called, for relative names; None if no other file is read."""
     made: Path | None = None  # a folder that exists before the job starts
+    site: SiteProfile | None = None  # profile of the site, for the rules of its jobs
 
 
 @dataclass(frozen=True, slots=True)
