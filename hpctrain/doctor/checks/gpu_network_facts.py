@@ -4,13 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuPlace:
-    """A GPU on the PCI bus."""
-
-    vendor: str  # ``amd`` or ``nvidia``
-    cores: tuple[int, ...] = ()  # hardware threads next to the GPU; empty if unknown
+from hpctrain.cluster.binding import GpuPlace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,18 +7,17 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hpctrain.cluster.binding import gpu_places
 from hpctrain.cluster.resources import affinity
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import parse_numbers
 from hpctrain.doctor.checks.facts import DirectoryFacts
-from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts, GpuPlace, StripeFacts
+from hpctrain.doctor.checks.gpu_network_facts import GpuNetworkFacts, StripeFacts
 from hpctrain.doctor.host.directory_trial import file_system_of
 from hpctrain.launch.program import run_to_end
 
 LFS_S = 5.0  # time limit of ``lfs getstripe``
 
-_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
-_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display, 3D and processing accelerators
 _PLUGINS = ("libnccl-net*.so*", "librccl-net*.so*")
 _LIBRARIES = ("/usr/lib64", "/usr/lib", "/usr/local/lib")
 _CACHES = (
@@ -46,7 +45,7 @@ def gather(
         mask: hardware threads of this process; by default its affinity mask.
     """
     own = set(affinity() if mask is None else mask)
-    places = tuple(_places(root / "sys/bus/pci/devices"))
+    places = tuple(gpu_places(root / "sys"))
     nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
     free, total = _memory(root / "proc/meminfo")
     return GpuNetworkFacts(
@@ -68,15 +67,6 @@ def gather(
         huge_bytes=free,
         total_bytes=total,
     )
-
-
-def _places(devices: Path) -> Iterable[GpuPlace]:
-    for device in sorted(devices.glob("*")):
-        vendor = _VENDORS.get(_read(device / "vendor"))
-        if vendor and _read(device / "class").startswith(_CLASSES):
-            yield GpuPlace(
-                vendor=vendor, cores=tuple(parse_numbers(_read(device / "local_cpulist")))
-            )
 
 
 def _plugins(environ: Mapping[str, str]) -> Iterable[Path]:
