@@ -8,7 +8,7 @@ from importlib import resources
 from hpctrain.cluster.env import EXIT_CODE_FILE, STOPPING
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Traversable
-from hpctrain.launch.slurm.scheduler import time_limit_s
+from hpctrain.launch.slurm.scheduler import CLUSTERS, time_limit_s
 
 SUFFIX = ".sbatch"
 
@@ -64,6 +64,12 @@ class SbatchOptions:
                     f"{option!r}; write such as --qos=high"
                 )
             name, mark, value = option.partition("=")
+            if name == "--clusters":
+                raise ConfigError(
+                    f"a job must run on the cluster whose commands query, requeue and cancel it, "
+                    f"got {option}; omit this option of sbatch, and `export {CLUSTERS}=NAME`, "
+                    f"which all commands of Slurm read"
+                )
             found[name] = f"{name}={_word(name, value)}" if mark else name
         return found
 

@@ -30,6 +30,9 @@ WITHOUT_SLURM = (
     "ranks here"
 )
 
+CLUSTERS = "SLURM_CLUSTERS"
+"""Variable of a cluster that all commands of Slurm use, unlike ``SBATCH_CLUSTERS`` of sbatch."""
+
 UNLIMITED = ("0", "unlimited", "infinite")  # values that mean no time limit
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
@@ -219,9 +222,15 @@ def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
     program even if its Python environment is not activated.
 
     Raises:
-        LaunchError: sbatch was not found, or Slurm rejects the job; the message contains the
-            output of sbatch.
+        LaunchError: sbatch was not found, a variable selects another cluster for sbatch alone, or
+            Slurm rejects the job; the message contains the output of sbatch.
     """
+    named, of_all = environ.get("SBATCH_CLUSTERS"), environ.get(CLUSTERS)
+    if named and named != of_all:
+        raise LaunchError(
+            f"a job must run on the cluster whose commands query, requeue and cancel it, got "
+            f"SBATCH_CLUSTERS={named}; unset it, and `export {CLUSTERS}={named}`"
+        )
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
     )

@@ -48,6 +48,13 @@ def _header(script: BatchScript) -> Iterator[Fault]:
     for line in script.late:
         what = f"line {line}: #SBATCH must precede all commands, but this line follows a command"
         yield "warning", what, "move the line above the first command"
+    for line in script.components if re.search(r"\bhpctrain\b", script.code) else ():
+        what = f"line {line}: the ranks of a job must be in one component, got a heterogeneous job"
+        yield "warning", what, "request equal nodes by one set of #SBATCH options; omit hetjob"
+    if name := script.options.get("clusters"):
+        what = f"--clusters={name} sends the job to another cluster than the commands"
+        do = "omit the option, and export SLURM_CLUSTERS, which all commands of Slurm read"
+        yield "warning", f"{what} that query, requeue and cancel it", do
     for line in script.commented:
         what = f"line {line}: sbatch reads #SBATCH, but this line has # SBATCH, which is a comment"
         yield "note", what, "write #SBATCH, or ##SBATCH to comment the option out"

@@ -64,6 +64,7 @@ SHORT = {
     "J": "job-name",
     "K": "kill-on-bad-exit",
     "k": "no-kill",
+    "M": "clusters",
     "m": "distribution",
     "N": "nodes",
     "n": "ntasks",
@@ -187,8 +188,9 @@ class BatchScript:
     def __init__(self, text: str, facts: LintFacts) -> None:
         self.text = text
         self.facts = facts
-        self.options, self.late = _directives(text)
-        """Options of the ``#SBATCH`` lines by long name; numbers of lines that sbatch ignores."""
+        self.options, self.late, self.components = _directives(text)
+        """Options of the ``#SBATCH`` lines by long name; numbers of lines that sbatch ignores, and
+        of lines that begin a further component of a heterogeneous job."""
         is_comment = re.compile(r"#\s+SBATCH\s+-").match
         self.commented = [at for at, line in enumerate(text.splitlines(), 1) if is_comment(line)]
         found = [*commands(text)]
@@ -393,10 +395,11 @@ def _command(line: int, words: Sequence[str], *, is_background: bool = False) ->
     return Command(line, tuple(rest[at:]), environ, is_background)
 
 
-def _directives(text: str) -> tuple[dict[str, str], list[int]]:
+def _directives(text: str) -> tuple[dict[str, str], list[int], list[int]]:
     options: dict[str, str] = {}
     late: list[int] = []
-    is_after_command = is_other = False
+    components: list[int] = []
+    is_after_command = False
     for at, line in enumerate(text.splitlines(), 1):
         is_after_command = is_after_command or bool(
             line.strip() and not line.lstrip().startswith("#")
@@ -411,10 +414,11 @@ def _directives(text: str) -> tuple[dict[str, str], list[int]]:
         except ValueError:  # an open quote
             words = line.split()[1:]
         found, rest, _ = parse(words, is_sbatch=True)
-        is_other = is_other or bool({"hetjob", "packjob"} & {*rest})
-        if not is_other:  # options of other parts of a heterogeneous job are ignored
+        if {"hetjob", "packjob"} & {*rest}:
+            components.append(at)
+        if not components:  # options of other parts of a heterogeneous job are ignored
             options |= found
-    return options, late
+    return options, late, components
 
 
 def parse(
