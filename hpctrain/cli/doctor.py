@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
@@ -95,11 +95,7 @@ def _lint(script: Path, site: str | None = None) -> list[Finding]:
         raise ConfigError(
             f"--lint must get a job script, but {script} cannot be read: {error}"
         ) from None
-    known = linting.gather(Path.cwd())
-    profile = sites.find(site)
-    if profile is not None and profile.node.network == "slingshot":
-        known = replace(known, needed_pmi="")  # jobs load the MPI of Cray, not that of this host
-    found = linting.lint(text, facts=known)
+    found = linting.lint(text, facts=linting.gather(Path.cwd(), site=sites.find(site)))
     found += shellcheck.shellcheck(text, str(script))
     with suppress(LaunchError):
         scheduler.find_sbatch()

@@ -14,6 +14,7 @@ from hpctrain.cli.options import argument
 from hpctrain.core import keys, target
 from hpctrain.core.errors import ConfigError
 from hpctrain.guide.contents import KINDS
+from hpctrain.launch import site
 from hpctrain.train import run_config
 
 MAX_WIDTH = 100  # columns of a page on a wide terminal
@@ -125,7 +126,10 @@ def _keys() -> str:
         "`hpctrain train FILE --init` writes this text to a file; `hpctrain train FILE --explain "
         "KEY` shows one key, its value in FILE and where the value was set. `--set KEY=VALUE` "
         "changes a key for one run. Keys that a file omits have the defaults below.\n\n"
-        f"```toml\n{keys.render(run_config.RunConfig())}```\n"
+        f"```toml\n{keys.render(run_config.RunConfig())}```\n\n"
+        "## Keys of slurm/site.toml\n\n`hpctrain site init` writes this profile of a machine; "
+        "`hpctrain site show lumi` shows an example.\n\n"
+        f"```toml\n{keys.render(site.SiteProfile())}```\n"
     )
 
 

@@ -62,7 +62,7 @@ class LaunchOptions:
     restart: int = option(0, "N", "Start again up to N times after a failure.", "--restart", min=0)
     log_per_rank: bool = flag("Write a log file per rank instead of per host.", "--log-per-rank")
     tag_output: bool = flag("Prefix each line with its rank.", "--tag-output")
-    no_bind: bool = flag("Do not bind ranks to cores.", "--no-bind")
+    no_bind: bool = flag("Do not bind ranks to cores; ranks do not bind themselves.", "--no-bind")
     mpi_args: str | None = option(None, "WORDS", "More arguments for mpirun.", "--mpi-args")
     verbose: bool = flag("Print the mpirun command line.", "--verbose")
     dry_run: bool = flag("Print the mpirun command line and start nothing.", "--dry-run")

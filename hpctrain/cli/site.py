@@ -1,15 +1,16 @@
 """``hpctrain site``: list and show profiles of computing centres, or write one."""
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import typer
 
 from hpctrain.cli.options import Partition, aligned, argument
 from hpctrain.cluster import resources
+from hpctrain.core import keys
 from hpctrain.core.atomic import explained_writes
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch import site as sites
@@ -19,6 +20,11 @@ SYS = Path("/sys")
 DEVICES = Path("/dev")
 
 _SCRATCH = ("SCRATCH", "PSCRATCH", "WORK", "LOCAL_DIR")  # usual names of variables
+
+_NETWORKS: Mapping[str, Literal["slingshot", "infiniband"]] = {
+    "cxi": "slingshot",
+    "infiniband": "infiniband",
+}
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -45,9 +51,7 @@ def list_profiles() -> None:
     Examples:
       hpctrain site list
     """
-    for row in aligned(
-        (name, sites.parse(sites.text(name), name).title) for name in sites.names()
-    ):
+    for row in aligned((name, sites.read(name).title) for name in sites.names()):
         typer.echo(row)
 
 
@@ -69,7 +73,7 @@ def init(
     *,
     partition: Partition = None,
 ) -> None:
-    """Write a profile of this machine with the facts that hpctrain finds.
+    """Write a profile of this machine with the facts that hpctrain finds and all keys.
 
     Start the command on a compute node, which has the GPUs and network adapters.
 
@@ -80,39 +84,28 @@ def init(
         raise ConfigError(f"{path} must not exist, but exists; delete it, or name another file")
     with explained_writes("a profile", path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(_lines(partition)) + "\n", encoding="utf-8")
+        path.write_text(keys.render(_profile(partition)), encoding="utf-8")
     typer.echo(f"{path}: add the facts of the documentation of your site")
 
 
-def _lines(partition: str | None, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield the lines of a profile; facts that were not found are omitted."""
+def _profile(partition: str | None, environ: Mapping[str, str] = os.environ) -> sites.SiteProfile:
+    """Return a profile with the facts that were found."""
     cluster, usual = _of_slurm(environ)
     shape = scheduler.node_shape(partition, environ)
     adapters = resources.live_adapters((SYS / "class/infiniband", SYS / "class/cxi"))
-    kinds = {each.parent.name for each in adapters}
-    gpus = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(list(DEVICES.glob("dri/render*")))
-    domains = len(list((SYS / "devices/system/node").glob("node[0-9]*")))
-    yield from _items(
-        name=cluster or "own", title=f"cluster {cluster}" if cluster else "this machine"
-    )
-    yield "\n[job]"
-    yield from _items(
+    job = sites.SiteJob(
         partition=partition or usual,
         scratch=[f"${name}" for name in _SCRATCH if environ.get(name)],
     )
-    yield "\n[node]"
-    yield from _items(
+    node = sites.SiteNode(
         cpus=shape.cores * shape.threads_per_core if shape else 0,
-        gpus=gpus,
-        numa_domains=domains,
+        gpus=len(list(DEVICES.glob("nvidia[0-9]*"))) or len(list(DEVICES.glob("dri/render*"))),
+        numa_domains=len(list((SYS / "devices/system/node").glob("node[0-9]*"))),
         adapters=len(adapters),
-        network={"cxi": "slingshot", "infiniband": "infiniband"}.get(min(kinds, default=""), ""),
+        network=_NETWORKS.get(min((each.parent.name for each in adapters), default=""), ""),
     )
-
-
-def _items(**values: object) -> Iterator[str]:
-    """Yield ``key = value`` for values that are not empty; JSON texts and lists are valid TOML."""
-    yield from (f"{key} = {json.dumps(value)}" for key, value in values.items() if value)
+    title = f"cluster {cluster}" if cluster else "this machine"
+    return sites.SiteProfile(name=cluster or "own", title=title, job=job, node=node)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -208,24 +208,33 @@ class SubmitOptions:
         return JobOptions(name=name, folder=folder, is_array=self.array is not None), words
 
     def settings(self, job: JobOptions, words: Sequence[str]) -> "BatchSettings":
-        """Return the settings of the batch script."""
+        """Return the settings of the batch script.
+
+        Raises ``ConfigError``: a node of the site has fewer resources than the job requests.
+        """
         extra, overrides = (*self._site_options(), *(self.extra or ())), self.overrides or ()
         site, node = self.profile or sites.SiteProfile(), self._site_node()
         gpus = self.gpus or min(node.gpus, self.tasks or node.gpus) or None
-        tasks, cpus, mem = self.tasks or gpus, self.cpus, self.mem
+        tasks = self.tasks or gpus
+        num_tasks, cpus, mem = tasks or self._template_tasks(gpus), self.cpus, self.mem
+        for fault in node.excess(num_tasks, cpus=cpus, gpus=gpus, mem=mem):
+            raise ConfigError(
+                f"{fault}, by the profile of {site.label}; request less, or another --partition, "
+                f"or omit the profile by --site {sites.NONE}"
+            )
         is_given = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
-        if tasks is not None and cpus is None and not is_given:
-            cpus, mem = _share_of_node(self.partition, tasks, mem, node)
+        if cpus is None and not is_given:
+            cpus, mem = _share_of_node(self.partition, num_tasks, mem, node)
         if site.lacks_account(self.account):
             typer.echo(
-                f"note: jobs on {site.title} must name an account such as {site.job.account}; add "
-                f"--account",
+                f"note: jobs on {site.label} must name an account such as "
+                f"{site.job.account_form}; add --account",
                 err=True,
             )
         return batch_script.BatchSettings(
             job_name=job.name,
             partition=self.partition or site.job.partition or None,
-            account=self.account,
+            account=self.account or site.job.account or None,
             nodes=self.nodes,
             ntasks_per_node=tasks,
             cpus_per_task=cpus,
@@ -245,16 +254,39 @@ class SubmitOptions:
             extra=extra,
         )
 
+    def template_for(self, gpus: int | None) -> str:
+        """Return the name of the template; by default it follows from the other options."""
+        if self.template is not None or self.requeue:
+            return self.template or "requeue"
+        if gpus:
+            return "gpu"
+        return "single_node" if self.nodes == 1 else "multi_node"
+
+    def _template_tasks(self, gpus: int | None) -> int:
+        return int(batch_script.option(self.template_for(gpus), "--ntasks-per-node"))
+
     @cached_property
     def profile(self) -> sites.SiteProfile | None:
         """Profile of the site, or None if it is unknown."""
         return sites.find(self.site)
 
-    def takes_all_cores(self, settings: "BatchSettings") -> bool:
-        """Return True if one rank per GPU takes all cores of a node, as the profile lists them."""
+    def binds_by_gpu(self, settings: "BatchSettings") -> bool:
+        """Return True if one rank per GPU takes all cores of a node, as the profile lists them.
+
+        A rank on a part of a node cannot use the listed cores, which Slurm may give to other jobs.
+        """
         node, tasks = self._site_node(), settings.ntasks_per_node
-        is_per_gpu = bool(tasks) and tasks == settings.gpus_per_node == len(node.gpu_cores)
-        return is_per_gpu and settings.cpus_per_task == node.cpus // (tasks or 1)
+        if not node.gpu_cores:
+            return False
+        num_gpus, share = len(node.gpu_cores), node.cpus // len(node.gpu_cores)
+        if tasks == settings.gpus_per_node == num_gpus and settings.cpus_per_task == share:
+            return True
+        typer.echo(
+            f"note: Slurm binds ranks to cores, but not next to their GPUs; --tasks {num_gpus} "
+            f"--cpus {share}, a rank for each GPU of a node, binds each next to its GPU",
+            err=True,
+        )
+        return False
 
     def _site_options(self) -> list[str]:
         """Return the options of sbatch of the profile that the user does not replace."""
@@ -266,10 +298,7 @@ class SubmitOptions:
         """Return the node of the profile; empty if the user requests nodes of another kind."""
         if self.profile is None:
             return sites.SiteNode()
-        usual = self.profile.job.partition
-        is_other = bool(usual) and self.partition not in (None, usual)
-        is_other |= any(each.startswith("--constraint") for each in self.extra or ())
-        return sites.SiteNode() if is_other else self.profile.node
+        return self.profile.node_of(self.partition, self.extra or ())
 
 
 @app.command(cls=SubmitCommand)
@@ -318,10 +347,10 @@ def submit(options: SubmitOptions) -> None:
         return
     job, words = options.job_and_program()
     settings = options.settings(job, words)
-    script = batch_script.script(options.template or _default_template(settings), settings)
+    script = batch_script.script(options.template_for(settings.gpus_per_node), settings)
     if options.profile is not None:
-        typer.echo(f"note: profile of {options.profile.title}", err=True)
-        script = options.profile.write_into(script, is_full=options.takes_all_cores(settings))
+        typer.echo(f"note: profile of {options.profile.label}", err=True)
+        script = options.profile.write_into(script, is_full=options.binds_by_gpu(settings))
     if options.print_only or options.dry_run:
         typer.echo(script, nl=False)
     if options.print_only:
@@ -329,7 +358,7 @@ def submit(options: SubmitOptions) -> None:
     if note := installed_horovod.without_horovod(words):
         typer.echo(f"warning: horovod: {note}", err=True)
     job.check_free(options.after or "")
-    check(script, job.folder, needs_slurm=not options.dry_run)
+    check(script, job.folder, options.profile, needs_slurm=not options.dry_run)
     if options.dry_run:
         return
     if options.config is not None and not options.no_check:
@@ -359,7 +388,7 @@ def _share_of_node(
         )
         typer.echo(f"note: {what}", err=True)
         return None, mem
-    mem = mem or (None if is_part else "0")
+    mem = mem or (None if is_part else node.mem or "0")
     memory = "" if mem is None else f" --mem={mem}"
     typer.echo(
         f"note: --cpus-per-task={cpus}{memory} for {tasks} ranks on a node; --cpus and --mem "
@@ -394,21 +423,19 @@ def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[
     return ["python", *words] if words[0] == script else words
 
 
-def _default_template(settings: "BatchSettings") -> str:
-    if settings.requeue:
-        return "requeue"
-    if settings.gpus_per_node:
-        return "gpu"
-    return "single_node" if settings.nodes == 1 else "multi_node"
-
-
-def check(script: str, made: Path, *, needs_slurm: bool = True) -> None:
+def check(
+    script: str,
+    made: Path,
+    site: sites.SiteProfile | None = None,
+    *,
+    needs_slurm: bool = True,
+) -> None:
     """Print the faults of a script and the test result of Slurm; exit with 1 on errors.
 
     ``made`` is the directory that hpctrain creates before the job starts. Without ``needs_slurm``,
     a machine without Slurm is a note, not an error.
     """
-    findings = lint.lint(script, facts=lint.gather(made=made))
+    findings = lint.lint(script, facts=lint.gather(made=made, site=site))
     for finding in (each for each in findings if each.level != "ok"):
         typer.echo(f"{finding.level}: {finding.check}: {finding.what}", err=True)
         if finding.do:

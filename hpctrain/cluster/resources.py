@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster import env
-from hpctrain.core.units import format_bytes
+from hpctrain.core.units import format_bytes, parse_numbers
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -88,11 +88,7 @@ def num_siblings(siblings: Path = SIBLINGS) -> int:
 
 def _count(file: Path) -> int:
     """Return the number of elements of a list such as ``0-3,8``; 0 if the file does not exist."""
-    try:
-        parts = [part.split("-") for part in file.read_text().strip().split(",")]
-        return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in parts)
-    except (OSError, ValueError):
-        return 0
+    return len(parse_numbers(text_of(file)))
 
 
 def _words(folder: Path) -> list[str]:

@@ -20,6 +20,7 @@ class RankFacts:
     node: str = ""
     """Name of the node, if the host name does not identify it; empty if the host is the node."""
     cores: tuple[int, ...]  # affinity mask
+    share: tuple[int, ...] = ()  # cores to which the rank may be bound; see ``binding.bound``
     cards: int = 1  # network adapters of the host
     devices: int = 0  # accelerators that this rank may use
     visible: str = ""  # names of these accelerators, if an environment variable is set

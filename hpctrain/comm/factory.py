@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.cluster import env, preflight
+from hpctrain.cluster.binding import bind, bound, share_of
 from hpctrain.cluster.resources import affinity, num_cards, quota
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
@@ -62,7 +63,9 @@ def connect(
 
     calls = WatchedCalls(world, Watch(rank=world.rank, timeout_s=settings.timeout))
     settings = calls.bcast(settings)
-    facts = calls.allgather(_facts())
+    facts = bound(calls.allgather(_facts(settings)))
+    if facts[world.rank].cores != affinity():
+        bind(facts[world.rank].cores)
     topology = Topology.from_facts(facts, world.rank, settings.ranks_per_node)
     num_cores, num_peers = len(topology.cores), len(topology.core_peers)
     threads = threads_wanted or preflight.threads_for(num_cores, num_peers, quota())
@@ -70,11 +73,12 @@ def connect(
     return _together(world, topology, settings, threads, about_devices)
 
 
-def _facts() -> RankFacts:
-    launched = env.launched()
+def _facts(settings: Settings) -> RankFacts:
+    launched, cores = env.launched(), affinity()
     return RankFacts(
         host=socket.gethostname(),
-        cores=affinity(),
+        cores=cores,
+        share=share_of(launched, cores) if settings.binding == "auto" else (),
         cards=num_cards(),
         devices=torch.accelerator.device_count(),
         visible=env.visible_devices(),
@@ -84,7 +88,7 @@ def _facts() -> RankFacts:
 
 
 def _alone(settings: Settings) -> Connection:
-    topology, comm = Topology.from_facts([_facts()], 0), SerialCommunicator()
+    topology, comm = Topology.from_facts([_facts(settings)], 0), SerialCommunicator()
     decision = planning.decide(
         comm,
         topology,

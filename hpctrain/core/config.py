@@ -64,6 +64,8 @@ class Settings:
     shared_memory: Literal["auto", "memfd", "off"] = "auto"
     """How the ranks of a node share memory: ``auto`` uses plain MPI where they cannot, ``memfd``
     is an error there, and ``off`` always uses plain MPI."""
+    binding: Literal["auto", "none"] = "auto"
+    """Whether ranks that no launcher bound use the cores next to their GPU, or a share of all."""
     kernel: Literal["auto", "off"] = "auto"
     """Whether compiled code sums within a node, if it is installed; results have the same bits."""
     overlap: Overlap = "auto"

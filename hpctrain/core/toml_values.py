@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from hpctrain.core.checks import checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Key, keys_of, tables_of
-from hpctrain.core.python_compat import tomllib
+from hpctrain.core.python_compat import Traversable, tomllib
 
 C = TypeVar("C")
 
@@ -72,7 +72,7 @@ class TomlValues(Generic[C]):
         raise ConfigError(unknown_key(self._cls, name))
 
 
-def read_toml(path: Path, cls: Any, remedy: str) -> Iterator[tuple[str, Any]]:
+def read_toml(path: Path | Traversable, cls: Any, remedy: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values of a TOML file for the configuration class ``cls``."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ _FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 1e3, "mb": 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:s|min|h|d)\s*)+", re.IGNORECASE)
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
@@ -105,6 +106,15 @@ def format_numbers(numbers: Iterable[int], max_runs: int | None = None) -> str:
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     more = f" and {sum(map(len, hidden))} more" if hidden else ""
     return ",".join(texts[:max_runs]) + more
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Return the integers of a text in the format of the kernel, such as ``0-3,8``.
+
+    Other characters separate the ranges; a text without digits has no integers.
+    """
+    ends = ((int(first), int(last or first)) for first, last in _RANGE.findall(text))
+    return [number for first, last in ends for number in range(first, last + 1)]
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -17,7 +17,9 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 from hpctrain.launch.program import with_home
 
-DECLARED, RECOVER, SPARES = map(variable_of, ("ranks_per_node", "recover", "spares"))
+DECLARED, RECOVER, SPARES, BINDING = map(
+    variable_of, ("ranks_per_node", "recover", "spares", "binding")
+)
 RECOVERING = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
 """Options with which Open MPI continues after the death of a rank.
 
@@ -66,7 +68,10 @@ class Options:
     """Options of a launch, except the numbers of ranks and nodes, and the hosts."""
 
     binding: Literal["auto", "none"] = "auto"
-    """``auto`` binds each rank to one core if there are as many ranks as cores."""
+    """``auto`` binds each rank to one core if there are as many ranks as cores.
+
+    Otherwise each rank binds itself when it joins the world, see ``cluster.binding``.
+    """
     tag_output: bool = False  # each line of output names its rank
     allocated: bool = False
     """Whether a scheduler allocated the hosts: then the cores of other hosts are unknown."""
@@ -126,6 +131,8 @@ def command(
                 "ranks, or omit --spares"
             )
         declared[SPARES] = str(options.spares)
+    if options.binding == "none":
+        declared.setdefault(BINDING, "none")
     if nodes:
         declared[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     local = hosts is None and not options.allocated

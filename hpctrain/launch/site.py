@@ -1,17 +1,22 @@
 """Site profiles: facts that a computing centre documents about a machine, as TOML files."""
 
 import fnmatch
+import math
 import os
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal
 
+from hpctrain.core.checks import CheckedFields, Count, Texts, require
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.python_compat import Traversable, tomllib
+from hpctrain.core.python_compat import Traversable
+from hpctrain.core.toml_values import TomlValues, read_toml
+from hpctrain.core.units import parse_numbers
+from hpctrain.launch.slurm.scheduler import megabytes
 
 OWN = Path("slurm", "site.toml")
 """Profile of the user; in the directory of submission it has priority over recognized sites."""
@@ -21,58 +26,138 @@ NONE = "none"  # value of ``--site`` that selects no profile
 _BIND = "--cpu-bind=cores"
 _PLACE = "# Modules and environment of your site;"
 
-T = TypeVar("T")
+_CORES = re.compile(r"\d+-\d+(,\d+-\d+)*")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_UNSAFE = re.compile(r'["`\n]|\$\(')  # ends the quotes of a shell, or starts a command
+_COMMAND = re.compile(r"[;&|`\n]|\$\(")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SiteNode:
-    """A compute node; 0 and empty values are unknown."""
+class SiteNode(CheckedFields):
+    """Compute node; 0 and empty values are unknown."""
 
-    cpus: int = 0  # CPUs that a job may use, in the unit of ``--cpus-per-task``
-    gpus: int = 0
-    numa_domains: int = 0
-    adapters: int = 0  # fast network adapters
-    network: str = ""  # ``slingshot`` or ``infiniband``
-    gpu_cores: tuple[str, ...] = ()  # cores next to each GPU, such as ``49-55``, by GPU number
+    table: ClassVar[str] = "node"
+    cpus: Count = 0
+    """CPUs that a job may use on a node, in the unit of ``--cpus-per-task``."""
+    mem: str = ""
+    """Memory of a node, such as ``512G``: the largest value of ``--mem``."""
+    gpus: Count = 0
+    """GPUs of a node."""
+    numa_domains: Count = 0
+    """NUMA domains of a node."""
+    adapters: Count = 0
+    """Fast network adapters of a node."""
+    network: Literal["slingshot", "infiniband", ""] = ""
+    """Network of the fast adapters."""
+    gpu_cores: Texts = field(default_factory=list)
+    """Cores next to each GPU, such as ``49-55``, in the order of the numbers of the GPUs."""
+
+    def check(self) -> None:
+        """Check the ranges of cores and the memory."""
+        for text in self.gpu_cores:
+            ok = bool(_CORES.fullmatch(text) and parse_numbers(text))
+            require(ok, 'node.gpu_cores must be cores such as "0-15" for each GPU', text)
+        ok = not self.mem or bool(megabytes(self.mem))
+        require(ok, 'node.mem must be a size in the format of Slurm, such as "512G"', self.mem)
 
     def cpu_mask(self) -> str:
         """Return the ``--cpu-bind`` that binds each rank next to the GPU with its local rank."""
-        masks = []
-        for text in self.gpu_cores:
-            first, _, last = text.partition("-")
-            masks.append(f"{sum(1 << core for core in range(int(first), int(last) + 1)):x}")
-        return f"mask_cpu:{','.join(masks)}"
+        masks = (sum(1 << core for core in parse_numbers(text)) for text in self.gpu_cores)
+        return f"mask_cpu:{','.join(f'{mask:x}' for mask in masks)}"
+
+    def excess(
+        self, tasks: int, *, cpus: int | None, gpus: int | None, mem: str | None
+    ) -> Iterator[str]:
+        """Yield a text for each request that exceeds this node, with the value and the limit.
+
+        Args:
+            tasks: ranks on the node.
+            cpus: CPUs of each rank; None is one.
+            gpus: GPUs of the node, if requested.
+            mem: memory of the node in the format of Slurm, if requested.
+        """
+        each = f" ({tasks} ranks with {cpus} CPUs)" if cpus else f" ({tasks} ranks)"
+        rows = (
+            ("CPUs", tasks * (cpus or 1), self.cpus, each),
+            ("GPUs", gpus or 0, self.gpus, ""),
+        )
+        for name, asked, limit, shown in rows:
+            if limit and asked > limit:
+                yield f"a node must have the {asked} {name} of the job{shown}, but has {limit}"
+        if (megabytes(mem or "") or 0) > (megabytes(self.mem) or math.inf):
+            yield f"a node must have the memory of the job, --mem={mem}, but has {self.mem}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SiteJob:
+class SiteJob(CheckedFields):
     """Rules for jobs of a machine, and the environment that its network needs."""
 
-    account: str = ""  # form of the account that each job must name; empty if there is a default
+    table: ClassVar[str] = "job"
+    account: str = ""
+    """Slurm account to charge without ``--account``."""
+    account_form: str = ""
+    """Form of the account, on machines where each job must name an account."""
     partition: str = ""
-    options: tuple[str, ...] = ()  # further options of sbatch
-    cpu_bind: str = "cores"  # value of ``srun --cpu-bind``; empty to omit the option
-    srun: tuple[str, ...] = ()  # further options of srun
-    modules: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)  # expanded by the shell
-    scratch: tuple[str, ...] = ()  # directories for runs and data
+    """Partition of jobs without ``--partition``; [node] describes its nodes."""
+    options: Texts = field(default_factory=list)
+    """Further options of ``sbatch``, such as ``--constraint=gpu``."""
+    cpu_bind: str = "cores"
+    """Value of ``srun --cpu-bind``; empty to omit the option."""
+    srun: Texts = field(default_factory=list)
+    """Further options of ``srun``."""
+    modules: Texts = field(default_factory=list)
+    """Modules that a job loads."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Variables that a job exports; the shell expands variables in their values."""
+    scratch: Texts = field(default_factory=list)
+    """Directories for runs and data."""
+
+    def check(self) -> None:
+        """Check that the texts are safe in a batch script."""
+        for name in ("account", "account_form", "partition", "cpu_bind"):
+            _require_plain(f"job.{name}", [getattr(self, name)])
+        for name in ("options", "srun", "modules", "scratch"):
+            _require_plain(f"job.{name}", getattr(self, name))
+        for name, text in self.variables.items():
+            ok = _NAME.fullmatch(name) and isinstance(text, str) and not _UNSAFE.search(text)
+            rule = "job.variables must be names with texts without quotes and commands"
+            require(bool(ok), rule, f"{name} = {text}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SiteProfile:
-    """Profile of a machine."""
+class SiteProfile(CheckedFields):
+    """Profile of a machine; commands use slurm/site.toml without --site."""
 
     name: str = ""
+    """Name of the profile."""
     title: str = ""
-    recognize: tuple[str, ...] = ()
-    """Patterns, one of which must match: ``host=login*.machine`` or ``VARIABLE=value``."""
-    node: SiteNode = SiteNode()
-    job: SiteJob = SiteJob()
-    sources: tuple[str, ...] = ()  # pages of the documentation with their dates
+    """Name of the machine, for messages."""
+    recognize: Texts = field(default_factory=list)
+    """Patterns that identify the machine: ``host=login*.machine`` or ``VARIABLE=value``."""
+    sources: Texts = field(default_factory=list)
+    """Pages of the documentation with their dates."""
+    job: SiteJob = field(default_factory=SiteJob)
+    node: SiteNode = field(default_factory=SiteNode)
+
+    def check(self) -> None:
+        """Check that the name is safe in a batch script."""
+        _require_plain("name", [self.name])
+
+    @property
+    def label(self) -> str:
+        """Name of the machine in messages."""
+        return self.title or self.name or "this site"
 
     def lacks_account(self, given: str | None, environ: Mapping[str, str] = os.environ) -> bool:
         """Return True if jobs must name an account, and neither ``given`` nor a variable does."""
-        return bool(self.job.account) and not (given or environ.get("SBATCH_ACCOUNT"))
+        return bool(self.job.account_form) and not (given or environ.get("SBATCH_ACCOUNT"))
+
+    def node_of(self, partition: str | None, options: Iterable[str]) -> SiteNode:
+        """Return the node of a job; empty if its partition or constraint selects other nodes."""
+        is_other = bool(self.job.partition) and partition not in (None, self.job.partition)
+        others = (each for each in options if each not in self.job.options)
+        is_other |= any(each.startswith("--constraint") for each in others)
+        return SiteNode() if is_other else self.node
 
     def matches(self, environ: Mapping[str, str], host: str) -> bool:
         """Return True if the host name or a variable identifies this machine."""
@@ -108,12 +193,7 @@ def names() -> list[str]:
 
 def text(name: str) -> str:
     """Return the text of a profile of the package."""
-    if name not in names():
-        raise ConfigError(
-            f"--site must be {NONE}, a TOML file or one of {', '.join(names())}, got {name!r}; "
-            f"`hpctrain site init FILE.toml` writes a profile of this machine"
-        )
-    return (_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    return _file(name).read_text(encoding="utf-8")
 
 
 def find(
@@ -129,89 +209,39 @@ def find(
     """
     if name == NONE:
         return None
-    if name is not None and name.endswith(".toml"):
-        return _read_file(Path(name))
     if name is not None:
-        return parse(text(name), name)
+        return read(name)
     if OWN.is_file():
-        return _read_file(OWN)
+        return read(str(OWN))
     host = socket.gethostname() if host is None else host
-    sites = (parse(text(each), each) for each in names())
-    return next((each for each in sites if each.matches(environ, host)), None)
+    return next((each for each in map(read, names()) if each.matches(environ, host)), None)
 
 
-def parse(toml: str, origin: str) -> SiteProfile:
-    """Return the profile in a TOML text. ``origin`` names the text in errors."""
-    try:
-        return _record(SiteProfile, tomllib.loads(toml), origin)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"a site profile must be TOML, but {origin} is not: {error}") from None
+def read(name: str) -> SiteProfile:
+    """Return the profile of a name, or of a TOML file.
+
+    Raises:
+        ConfigError: no profile has this name, or the file is not a profile.
+    """
+    file = Path(name) if name.endswith(".toml") else _file(name)
+    values = TomlValues(SiteProfile)
+    remedy = f"`hpctrain site init {file}` writes a profile"
+    values.merge(read_toml(file, SiteProfile, remedy), str(file))
+    return values.build()
 
 
-def _read_file(path: Path) -> SiteProfile:
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+def _require_plain(name: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        require(not _COMMAND.search(text), f"{name} must not contain commands of a shell", text)
+
+
+def _file(name: str) -> Traversable:
+    if name not in names():
         raise ConfigError(
-            f"a site profile must be readable, but {path} is not: {error}; "
-            f"`hpctrain site init {path}` writes one"
-        ) from None
-
-
-def _record(kind: type[T], table: Mapping[str, Any], origin: str) -> T:
-    """Return a dataclass with the values of a table; each value has the type of its default."""
-    default = kind()
-    known = [each.name for each in fields(default)]  # type: ignore[arg-type]
-    if wrong := [key for key in table if key not in known]:
-        raise ConfigError(
-            f"a key of a site profile must be one of {', '.join(known)}, got {wrong[0]!r} in "
-            f"{origin}; correct the key"
+            f"--site must be {NONE}, a TOML file or one of {', '.join(names())}, got {name!r}; "
+            f"`hpctrain site init FILE.toml` writes a profile of this machine"
         )
-    return kind(**{key: _value(key, table[key], getattr(default, key), origin) for key in table})
-
-
-def _value(key: str, given: Any, usual: Any, origin: str) -> Any:
-    """Return a value of a profile. Raises ``ConfigError`` unless its type is that of ``usual``."""
-    if isinstance(given, dict) and isinstance(usual, SiteNode | SiteJob):
-        return _record(type(usual), given, f"{origin}, [{key}]")
-    value = tuple(given) if isinstance(given, list) else given
-    members = [*value.values()] if isinstance(value, dict) else value
-    has_texts = not isinstance(value, dict | tuple) or all(isinstance(e, str) for e in members)
-    is_valid = type(value) is type(usual) and has_texts
-    if is_valid and key == "gpu_cores":
-        is_valid = all(map(_is_range, value))
-    elif is_valid and key == "variables":
-        is_valid = all(map(_NAME.fullmatch, value)) and not any(map(_UNSAFE.search, members))
-    elif is_valid:
-        texts = [value] if isinstance(value, str) else members if value != usual else ()
-        is_valid = value >= 0 if isinstance(value, int) else not any(map(_COMMAND.search, texts))
-    if not is_valid:
-        example = _EXAMPLES.get(key, _EXAMPLES.get(type(usual)))
-        raise ConfigError(
-            f"{key} of a site profile must be {example}, got {given!r} in {origin}; correct the "
-            f"value"
-        )
-    return value
-
-
-def _is_range(text: str) -> bool:
-    first, _, last = text.partition("-")
-    return first.isdecimal() and last.isdecimal() and int(first) <= int(last)
-
-
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_UNSAFE = re.compile(r'["`\n]|\$\(')  # ends the quotes of a shell, or starts a command
-_COMMAND = re.compile(r"[;&|`\n]|\$\(")
-
-_EXAMPLES: Mapping[object, str] = {
-    "gpu_cores": 'a list of one range of cores for each GPU, such as ["0-15", "16-31"]',
-    "variables": 'names with texts that contain no quotes and commands, such as A = "1"',
-    str: 'a text without commands of a shell, such as "batch"',
-    int: "a number of at least 0, such as 4",
-    tuple: 'a list of texts without commands of a shell, such as ["$SCRATCH"]',
-    SiteNode: "a table",
-    SiteJob: "a table",
-}
+    return _folder() / f"{name}.toml"
 
 
 def _folder() -> Traversable:

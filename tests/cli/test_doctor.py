@@ -153,7 +153,8 @@ def test_a_job_script_is_judged_alone(tmp_path):
 def test_a_script_for_a_site_with_slingshot_needs_no_option_of_this_mpi(tmp_path, monkeypatch):
     script = tmp_path / "job.sbatch"
     script.write_text(
-        "#!/bin/bash\n#SBATCH -C gpu -A m1234_g --nodes=2 --ntasks-per-node=4 --gpus-per-node=4\n"
+        "#!/bin/bash\n#SBATCH -C gpu -q regular -A m1234_g\n"
+        "#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4\n"
         "srun --kill-on-bad-exit=1 python train.py\n"
     )
     monkeypatch.chdir(tmp_path)

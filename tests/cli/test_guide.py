@@ -26,6 +26,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
 from hpctrain.core.python_compat import tomllib
 from hpctrain.guide.contents import KINDS
+from hpctrain.launch.site import SiteProfile
 from hpctrain.launch.supervise import TIMED_OUT
 from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
@@ -91,7 +92,8 @@ def test_the_generated_api_has_every_public_name_with_its_documentation():
 
 
 def test_generated_pages_have_every_key_with_its_default_and_every_option():
-    (block,) = (code for _, code in BLOCK.findall(TEXTS["keys"]))
+    block, of_site = (code for _, code in BLOCK.findall(TEXTS["keys"]))
+    assert tomllib.loads(of_site) == tomllib.loads(render(SiteProfile()))
     assert tomllib.loads(block) == tomllib.loads(render(RunConfig()))
     sections = re.findall(
         r"^## hpctrain (.+)\n((?:(?!## ).*\n)*)", TEXTS["commands"], re.MULTILINE

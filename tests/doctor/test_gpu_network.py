@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.binding import GpuPlace
 from hpctrain.core.units import GIB
 from hpctrain.doctor.checks import gpu_network as checks
 from hpctrain.doctor.checks.facts import (
     Adapter,
     DirectoryFacts,
     GpuNetworkFacts,
-    GpuPlace,
     StripeFacts,
 )
 from hpctrain.doctor.checks.table import examine

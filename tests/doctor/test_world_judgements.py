@@ -131,7 +131,7 @@ TABLE = {
             "rank 0 on a may use 1 of 4 cores (mask 3)",
         ),
         (world(bound("a", 2, 3, granted=8), bound("b", 0)), "note warning", "rank 1 on b"),
-        (world(bound("a", 0, 1), bound("a", 2, 3)), "ok", ""),
+        (world(bound("a", 0, 1), bound("a", 2, 3)), "ok", "a: rank 0 on 0-1, rank 1 on 2-3"),
         (world(*[bound("a", 0, 1, 2, 3)] * 2), "ok", ""),
         (world(*(bound("a", core) for core in range(3))), "ok", "1 for each rank"),
     ],

@@ -175,6 +175,7 @@ def test_requeue_and_no_requeue_exclude_each_other(requeue):
         BatchSettings(output='a"b'),
         BatchSettings(extra=("qos=high",)),
         BatchSettings(extra=("-N4",)),
+        BatchSettings(extra=("--clusters=a,b",)),
     ],
 )
 def test_settings_that_sbatch_cannot_read_are_rejected(settings):

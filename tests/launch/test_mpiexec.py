@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -60,7 +61,10 @@ def test_ranks_are_bound_only_if_they_use_every_core_of_the_machine(mpirun, num_
     mine, machine = cores
     bound = "bind-to core" in line(mpirun, num_ranks)
     assert bound == (num_ranks == mine == machine)
-    assert "bind-to core" not in line(mpirun, num_ranks, options=Options(binding="none"))
+    unbound = line(mpirun, num_ranks, options=Options(binding="none"))
+    assert "bind-to core" not in unbound
+    assert re.search("HPCTRAIN_BINDING[= ]none", unbound)
+    assert "HPCTRAIN_BINDING" not in line(mpirun, num_ranks)
 
 
 def test_two_hardware_threads_are_one_core(monkeypatch, tmp_path):

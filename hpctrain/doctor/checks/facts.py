@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hpctrain.cluster.binding import GpuPlace
 from hpctrain.cluster.env import Launched
 from hpctrain.cluster.machine_load import MachineLoad
 from hpctrain.cluster.resources import Room
@@ -13,14 +14,6 @@ from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
 from hpctrain.doctor.checks.check import listed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuPlace:
-    """A GPU on the PCI bus."""
-
-    vendor: str  # ``amd`` or ``nvidia``
-    cores: tuple[int, ...] = ()  # hardware threads next to the GPU; empty if unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from hpctrain.cluster.binding import gpu_of
 from hpctrain.cluster.env import job_id, launched, ranks_per_node, visible_devices
 from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
@@ -141,7 +142,13 @@ def _gpu_numbers(facts: Facts) -> Iterator[Finding]:
 def check_gpu_places(facts: Facts) -> Found:
     """Report a rank on cores far from its GPU, and cores with which MPI of Cray fails."""
     found = [*_far(facts), *_policy(facts)]
-    return found or ok(f"cores of {plural(facts.gpu_network.num_numa_nodes, 'NUMA node')}")
+    near = [
+        f"GPU {number} next to cores {format_numbers(place.cores)}"
+        for number, place in enumerate(facts.gpu_network.places)
+        if place.cores
+    ]
+    own = f"cores of {plural(facts.gpu_network.num_numa_nodes, 'NUMA node')}"
+    return found or ok("; ".join([own, *near]))
 
 
 def _far(facts: Facts) -> Iterator[Finding]:
@@ -150,9 +157,7 @@ def _far(facts: Facts) -> Iterator[Finding]:
     rank = launched(facts.environ)
     if not places or rank is None or rank.local_rank is None:
         return
-    numbers = [word.strip() for word in visible_devices(facts.environ).split(",") if word]
-    numbers = numbers or [str(number) for number in range(len(places))]
-    name = numbers[rank.local_rank % len(numbers)]
+    name = gpu_of(rank.local_rank, len(places), facts.environ)
     place = places[int(name)] if name.isdigit() and int(name) < len(places) else None
     if place is not None and place.cores and not {*place.cores} & {*facts.cores.mask}:
         what = (
@@ -261,21 +266,21 @@ def check_site(facts: Facts, site: SiteProfile | None) -> Found:
     if site is None:
         return ok("unknown; hpctrain site list shows the profiles")
     if not job_id(facts.environ):
-        return ok(f"{site.title}; its nodes are checked in a job")
+        return ok(f"{site.label}; its nodes are checked in a job")
     live = sum(each.is_live for each in facts.network.adapters)
     gpus = facts.gpus.num_devices or len(facts.gpu_network.places)
     found = []
     if has_gpus(facts) and live < site.node.adapters:
         what = (
-            f"a node of {site.title} has {site.node.adapters} adapters, but {live} are active here"
+            f"a node of {site.label} has {site.node.adapters} adapters, but {live} are active here"
         )
         found.append(warning(what, f"report {facts.host} to the site"))
     if gpus and gpus < site.node.gpus and not visible_devices(facts.environ):
-        what = f"a node of {site.title} has {site.node.gpus} GPUs, but this node has {gpus}"
+        what = f"a node of {site.label} has {site.node.gpus} GPUs, but this node has {gpus}"
         found.append(note(what, f"#SBATCH --gpus-per-node={site.node.gpus}"))
     missing = [name for name in site.job.variables if name not in facts.environ]
     if has_gpus(facts) and missing:
-        what = f"{site.title} recommends variables that are not set: {', '.join(missing)}"
+        what = f"{site.label} recommends variables that are not set: {', '.join(missing)}"
         do = f'export {missing[0]}="{site.job.variables[missing[0]]}"; hpctrain submit --site '
         found.append(note(what, f"{do}{site.name} sets all"))
-    return found or ok(f"{site.title}: adapters, GPUs and variables as documented")
+    return found or ok(f"{site.label}: adapters, GPUs and variables as documented")

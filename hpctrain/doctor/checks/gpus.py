@@ -9,7 +9,7 @@ from itertools import combinations
 
 from hpctrain.cluster.env import gpus_of_job, launched, ranks_per_node, visible_devices
 from hpctrain.core.finding import Finding
-from hpctrain.core.units import format_numbers, format_ranks, plural
+from hpctrain.core.units import format_numbers, format_ranks, parse_numbers, plural
 from hpctrain.doctor.checks.check import Found, error, few, note, ok, warning
 from hpctrain.doctor.checks.facts import Facts, GpuFacts, WorldFacts
 
@@ -268,7 +268,7 @@ class GpuLinks:
     def cores(self) -> dict[int, set[int]]:
         """Cores that are local to each GPU."""
         return {
-            int(name[3:]): set(_numbers(cells["CPU Affinity"]))
+            int(name[3:]): set(parse_numbers(cells["CPU Affinity"]))
             for name, cells in self._rows.items()
             if name.startswith("GPU") and "CPU Affinity" in cells
         }
@@ -285,14 +285,6 @@ class GpuLinks:
 
 def _kind(way: str) -> str:
     return "NV" if way.startswith("NV") else way if way in _CONNECTIONS else "SYS"
-
-
-def _numbers(text: str) -> Iterator[int]:
-    """Yield the integers of a list of ranges such as ``0-23,96-119``."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            yield from range(int(first), int(last or first) + 1)
 
 
 def check_gpu_links(facts: Facts) -> Found:

@@ -54,7 +54,16 @@ def check_masks(ranks: Sequence[Facts]) -> Found:
     text = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     quota = ranks[0].cores.quota
     time = "" if quota is None else f", time for {quota:g} of them"
-    return few(found) or ok(f"{text} for each rank, enough for all{time}")
+    return few(found) or ok(f"{text} for each rank, enough for all{time}{_map(ranks)}")
+
+
+def _map(ranks: Sequence[Facts]) -> str:
+    """Return the cores of each rank of the first host; empty before a launch."""
+    host, members = next(iter(by_host(ranks).items()))
+    if len(ranks) == 1:
+        return ""
+    texts = (f"rank {rank} on {format_numbers(ranks[rank].cores.mask)}" for rank in members)
+    return f"; {host}: {', '.join(texts)}"
 
 
 def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:

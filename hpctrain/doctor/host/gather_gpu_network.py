@@ -7,16 +7,16 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hpctrain.cluster.binding import gpu_places
 from hpctrain.cluster.resources import affinity, text_of
 from hpctrain.core.errors import LaunchError
-from hpctrain.doctor.checks.facts import DirectoryFacts, GpuNetworkFacts, GpuPlace, StripeFacts
+from hpctrain.core.units import parse_numbers
+from hpctrain.doctor.checks.facts import DirectoryFacts, GpuNetworkFacts, StripeFacts
 from hpctrain.doctor.host.directory_trial import file_system_of
 from hpctrain.launch.program import run_to_end
 
 LFS_S = 5.0  # time limit of ``lfs getstripe``
 
-_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
-_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display, 3D and processing accelerators
 _PLUGINS = ("libnccl-net*.so*", "librccl-net*.so*")
 _LIBRARIES = ("/usr/lib64", "/usr/lib", "/usr/local/lib")
 _CACHES = (
@@ -44,14 +44,14 @@ def gather(
         mask: hardware threads of this process; by default its affinity mask.
     """
     own = set(affinity() if mask is None else mask)
-    places = tuple(_places(root / "sys/bus/pci/devices"))
+    places = tuple(gpu_places(root / "sys"))
     nodes = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
     free, total = _memory(root / "proc/meminfo")
     return GpuNetworkFacts(
         places=places,
         interfaces=tuple(sorted(path.name for path in (root / "sys/class/net").glob("*"))),
         plugins=tuple(_plugins(environ)),
-        num_numa_nodes=sum(bool(own & {*_numbers(text_of(node))}) for node in nodes) or 1,
+        num_numa_nodes=sum(bool(own & {*parse_numbers(text_of(node))}) for node in nodes) or 1,
         caches={
             path: file_system_of(_existing(path))
             for path in _caches(environ, {each.vendor for each in places})
@@ -66,13 +66,6 @@ def gather(
         huge_bytes=free,
         total_bytes=total,
     )
-
-
-def _places(devices: Path) -> Iterable[GpuPlace]:
-    for device in sorted(devices.glob("*")):
-        vendor = _VENDORS.get(text_of(device / "vendor"))
-        if vendor and text_of(device / "class").startswith(_CLASSES):
-            yield GpuPlace(vendor=vendor, cores=tuple(_numbers(text_of(device / "local_cpulist"))))
 
 
 def _plugins(environ: Mapping[str, str]) -> Iterable[Path]:
@@ -119,9 +112,3 @@ def _memory(file: Path) -> tuple[int, int]:
     values = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     huge = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0)
     return huge * 1024, values.get("MemTotal", 0) * 1024
-
-
-def _numbers(text: str) -> Iterable[int]:
-    """Yield the integers of a list of ranges such as ``0-23,96-119``."""
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        yield from range(int(first), int(last or first) + 1)

@@ -13,6 +13,7 @@ from hpctrain import __version__
 from hpctrain.cluster import env
 from hpctrain.cluster.env import Launched
 from hpctrain.cluster.libraries import expected_libmpi, mismatch
+from hpctrain.cluster.resources import affinity
 from hpctrain.comm import mpi_library
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, device_of
@@ -133,6 +134,7 @@ def _of_rank(facts: Facts, size: int) -> Facts:
         mpi = MpiFacts(thread_level=mpi_library.thread_level())
     return replace(
         facts,
+        cores=replace(facts.cores, mask=affinity()),  # after the ranks have bound themselves
         environ={name: text for name, text in facts.environ.items() if name.startswith(compared)},
         versions=versions,
         mpi=mpi,

@@ -8,7 +8,7 @@ from importlib import resources
 from hpctrain.cluster.env import EXIT_CODE_FILE, STOPPING
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Traversable
-from hpctrain.launch.slurm.scheduler import time_limit_s
+from hpctrain.launch.slurm.scheduler import CLUSTERS, time_limit_s
 
 SUFFIX = ".sbatch"
 
@@ -64,6 +64,12 @@ class SbatchOptions:
                     f"{option!r}; write such as --qos=high"
                 )
             name, mark, value = option.partition("=")
+            if name == "--clusters":
+                raise ConfigError(
+                    f"a job must run on the cluster whose commands query, requeue and cancel it, "
+                    f"got {option}; omit this option of sbatch, and `export {CLUSTERS}=NAME`, "
+                    f"which all commands of Slurm read"
+                )
             found[name] = f"{name}={_word(name, value)}" if mark else name
         return found
 
@@ -99,6 +105,12 @@ def text(name: str) -> str:
     if name not in names():
         raise ConfigError(f"a template must be one of {', '.join(names())}, got {name!r}")
     return (_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def option(name: str, option: str) -> str:
+    """Return the value of an option of sbatch in a template."""
+    found = re.search(f"^#SBATCH {option}=(.*)$", text(name), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def script(name: str, settings: BatchSettings) -> str:

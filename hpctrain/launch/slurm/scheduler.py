@@ -30,9 +30,14 @@ WITHOUT_SLURM = (
     "ranks here"
 )
 
+CLUSTERS = "SLURM_CLUSTERS"
+"""Variable of a cluster that all commands of Slurm use, unlike ``SBATCH_CLUSTERS`` of sbatch."""
+
 UNLIMITED = ("0", "unlimited", "infinite")  # values that mean no time limit
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+_SIZE = re.compile(r"(\d+)([KMGT]?)B?")
+_UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "pjsub": "PJM"}
 """Commands that submit jobs to other schedulers."""
 
@@ -125,6 +130,12 @@ def sbatch_time(text: str) -> str:
     return f"{hours:02d}:{minutes:02d}:00"
 
 
+def megabytes(text: str) -> float | None:
+    """Return the megabytes of a size in the format of Slurm, such as ``64G``; None if invalid."""
+    match = _SIZE.fullmatch(text.upper())
+    return float(match[1]) * _UNITS_MB[match[2]] if match else None
+
+
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of restarts of this job by Slurm; 0 outside of jobs."""
     return slurm_number("restart_count", environ) or 0
@@ -211,9 +222,15 @@ def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
     program even if its Python environment is not activated.
 
     Raises:
-        LaunchError: sbatch was not found, or Slurm rejects the job; the message contains the
-            output of sbatch.
+        LaunchError: sbatch was not found, a variable selects another cluster for sbatch alone, or
+            Slurm rejects the job; the message contains the output of sbatch.
     """
+    named, of_all = environ.get("SBATCH_CLUSTERS"), environ.get(CLUSTERS)
+    if named and named != of_all:
+        raise LaunchError(
+            f"a job must run on the cluster whose commands query, requeue and cancel it, got "
+            f"SBATCH_CLUSTERS={named}; unset it, and `export {CLUSTERS}={named}`"
+        )
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
     )

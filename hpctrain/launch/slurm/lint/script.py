@@ -12,6 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+from hpctrain.core.finding import Level
+from hpctrain.launch.site import SiteProfile
+
 MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun")
 """Programs that start ranks, in addition to ``hpctrain launch``."""
 
@@ -53,16 +56,21 @@ _UTILITIES = frozenset(
 _TOOLS_OF_PYTHON = ("pip", "venv", "zipfile", "tarfile", "compileall", "ensurepip")
 
 SHORT = {
+    "A": "account",
+    "C": "constraint",
     "c": "cpus-per-task",
     "e": "error",
     "G": "gpus",
     "J": "job-name",
     "K": "kill-on-bad-exit",
     "k": "no-kill",
+    "M": "clusters",
     "m": "distribution",
     "N": "nodes",
     "n": "ntasks",
     "o": "output",
+    "p": "partition",
+    "q": "qos",
     "t": "time",
     "W": "wait",
 }
@@ -92,6 +100,8 @@ OPTIONAL = frozenset(
 """Options whose value, if any, follows without a space: ``--nice=5``, ``-K0``."""
 
 
+Fault = tuple[Level, str, str]  # level, finding and remedy
+
 Options = Mapping[str, str]
 """Values of options by long name; empty for a flag."""
 
@@ -111,6 +121,7 @@ class LintFacts:
     directory: Path | None = None
     """Directory in which sbatch is called, for relative names; None if no other file is read."""
     made: Path | None = None  # a folder that exists before the job starts
+    site: SiteProfile | None = None  # profile of the site, for the rules of its jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +188,9 @@ class BatchScript:
     def __init__(self, text: str, facts: LintFacts) -> None:
         self.text = text
         self.facts = facts
-        self.options, self.late = _directives(text)
-        """Options of the ``#SBATCH`` lines by long name; numbers of lines that sbatch ignores."""
+        self.options, self.late, self.components = _directives(text)
+        """Options of the ``#SBATCH`` lines by long name; numbers of lines that sbatch ignores, and
+        of lines that begin a further component of a heterogeneous job."""
         is_comment = re.compile(r"#\s+SBATCH\s+-").match
         self.commented = [at for at, line in enumerate(text.splitlines(), 1) if is_comment(line)]
         found = [*commands(text)]
@@ -383,10 +395,11 @@ def _command(line: int, words: Sequence[str], *, is_background: bool = False) ->
     return Command(line, tuple(rest[at:]), environ, is_background)
 
 
-def _directives(text: str) -> tuple[dict[str, str], list[int]]:
+def _directives(text: str) -> tuple[dict[str, str], list[int], list[int]]:
     options: dict[str, str] = {}
     late: list[int] = []
-    is_after_command = is_other = False
+    components: list[int] = []
+    is_after_command = False
     for at, line in enumerate(text.splitlines(), 1):
         is_after_command = is_after_command or bool(
             line.strip() and not line.lstrip().startswith("#")
@@ -401,10 +414,11 @@ def _directives(text: str) -> tuple[dict[str, str], list[int]]:
         except ValueError:  # an open quote
             words = line.split()[1:]
         found, rest, _ = parse(words, is_sbatch=True)
-        is_other = is_other or bool({"hetjob", "packjob"} & {*rest})
-        if not is_other:  # options of other parts of a heterogeneous job are ignored
+        if {"hetjob", "packjob"} & {*rest}:
+            components.append(at)
+        if not components:  # options of other parts of a heterogeneous job are ignored
             options |= found
-    return options, late
+    return options, late, components
 
 
 def parse(

@@ -4,26 +4,27 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.core.finding import Level
-from hpctrain.launch.slurm.lint.script import BatchScript, Command, number
-
-Fault = tuple[Level, str, str]  # level, finding and remedy
+from hpctrain.launch.slurm.lint.script import BatchScript, Command, Fault, number
+from hpctrain.launch.slurm.scheduler import megabytes
 
 LEAST_MB = 1000  # a process that imported torch needs half of this
 
 _HOURS = ("12", "24", "36", "48", "72", "96", "168")  # probably meant as hours
 _HERE = ("localhost", "127.0.0.1")
-_UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def units(script: BatchScript) -> Iterator[Fault]:
     """Find memory sizes or times that probably lack a unit."""
     for name in ("mem", "mem-per-cpu"):
-        match = re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "").upper())
-        if match and 0 < (mb := float(match[1]) * _UNITS_MB[match[2]]) < LEAST_MB:
-            got = f"got --{name}={script.options[name]}, which is {mb:g} MB"
+        given = script.options.get(name, "")
+        if 0 < (mb := megabytes(given) or 0) < LEAST_MB:
+            got = f"got --{name}={given}, which is {mb:g} MB"
             what = f"a job must have memory to import torch, {got}"
-            yield "warning", what, f"#SBATCH --{name}={match[1]}G, if gigabytes are meant"
+            yield (
+                "warning",
+                what,
+                f"#SBATCH --{name}={given.rstrip('kKmMbB')}G, if gigabytes are meant",
+            )
     if (text := script.options.get("time")) in _HOURS:
         what = f"--time without a colon must be in minutes, got --time={text}"
         yield "warning", what, f"#SBATCH --time={text}:00:00, if hours are meant"

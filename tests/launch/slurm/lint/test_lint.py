@@ -276,6 +276,23 @@ def test_the_configuration_of_a_submitted_template_is_read(tmp_path):
     assert (found.check, found.level) == ("time limit", "warning")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "#SBATCH hetjob\n#SBATCH --nodes=1",
+            "line 4: the ranks of a job must be in one component",
+        ),
+        ("#SBATCH --clusters=a,b", "--clusters=a,b sends the job to another cluster"),
+        ("#SBATCH -M a", "--clusters=a sends the job to another cluster"),
+    ],
+)
+def test_heterogeneous_jobs_and_jobs_of_other_clusters_are_found(line, words):
+    script = f"#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --mem=2G\n{line}\nhpctrain doctor\n"
+    (found,) = lint(script)
+    assert (found.level, words in found.what) == ("warning", True), found
+
+
 def test_the_default_checkpoint_interval_is_that_of_the_configuration():
     assert CheckpointConfig().every == DEFAULT_EVERY
 
