@@ -6,8 +6,8 @@ Each wheel must contain the compiled kernel and only the package and its example
 the systems that its name promises. The wheel of this machine is installed from a folder of wheels
 that ``pip download`` has filled, without a network: in a network namespace that has only its
 loopback interface. The sdist is installed from the package index. With each, every command of
-hpctrain and the examples run in a temporary folder outside of the clone. If this program is started
-by root, an unprivileged user downloads, installs and runs.
+hpctrain and the examples run in a temporary folder outside of the clone. If root starts this
+program, an unprivileged user downloads, installs and runs.
 """
 
 import argparse

@@ -80,13 +80,8 @@ def doctor(  # noqa: PLR0913 - options of the command
     else:
         show(findings, verbose=verbose)
     if report is not None:
-        try:
+        with atomic.explained_writes("the file of --report", report, "name another file"):
             report.write_text(bug_report.bug_report(findings), encoding="utf-8")
-        except OSError as error:
-            reason = atomic.refusal(error, "name another file")
-            raise ConfigError(
-                f"the file of --report must be writable, but {report} is not: {reason}"
-            ) from None
         typer.echo(f"read {report} before you attach it to a bug report", err=True)
     if any(finding.is_wrong for finding in findings):
         raise typer.Exit(FAILED)

@@ -12,6 +12,7 @@ from hpctrain.cli.options import Partition, aligned, argument
 from hpctrain.cluster import resources
 from hpctrain.core.atomic import explained_writes
 from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.formats import stamp
 from hpctrain.launch import site as sites
 from hpctrain.launch.slurm import scheduler
 
@@ -92,6 +93,7 @@ def _lines(partition: str | None, environ: Mapping[str, str] = os.environ) -> It
     kinds = {each.parent.name for each in adapters}
     gpus = len(list(DEVICES.glob("nvidia[0-9]*"))) or len(list(DEVICES.glob("dri/render*")))
     domains = len(list((SYS / "devices/system/node").glob("node[0-9]*")))
+    yield from _items(**stamp(sites.VERSION, sites.READER))
     yield from _items(
         name=cluster or "own", title=f"cluster {cluster}" if cluster else "this machine"
     )

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.python_compat import Traversable, tomllib
+
+VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
 
 OWN = Path("slurm", "site.toml")
 """Profile of the user; in the directory of submission it has priority over recognized sites."""
@@ -143,9 +146,14 @@ def find(
 def parse(toml: str, origin: str) -> SiteProfile:
     """Return the profile in a TOML text. ``origin`` names the text in errors."""
     try:
-        return _record(SiteProfile, tomllib.loads(toml), origin)
+        table = tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"a site profile must be TOML, but {origin} is not: {error}") from None
+    if fault := fault_of(table, VERSION):
+        raise ConfigError(f"the site profile {origin} cannot be read: {fault}")
+    for key in stamp(VERSION, READER):
+        table.pop(key, None)
+    return _record(SiteProfile, table, origin)
 
 
 def _read_file(path: Path) -> SiteProfile:

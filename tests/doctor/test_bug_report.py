@@ -83,4 +83,4 @@ def test_a_file_that_cannot_be_written_is_an_error():
     words = [sys.executable, "-m", "hpctrain", "doctor", "--report", "/nowhere/report.txt"]
     done = ended(words)
     assert done.returncode == 2
-    assert "/nowhere/report.txt is not: No such file or directory; name another" in done.stderr
+    assert "report.txt cannot be written: No such file or directory; name another" in done.stderr
