@@ -340,11 +340,15 @@ docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, publi
 	python -m sphinx -q -W --keep-going -c hpctrain/guide/html build/docs-source build/docs
 	@echo "build/docs/index.html"
 
-# The wheel without a network, the sdist from the package index; see tests/dist.py.
+# Wheels of two types of processor, compiled from the sdist against the C library of CentOS 7. The
+# wheel of this machine is tried without a network, the sdist from the package index; see
+# tests/dist.py.
 .PHONY: dist
-dist: .venv/stamp ## build wheel and sdist; run commands and examples with each in an empty environment
+dist: .venv/stamp ## build sdist and wheels; run commands and examples with each in an empty environment
 	rm -rf dist
-	python -m build --outdir dist
+	python -m build --sdist --outdir dist
+	for machine in x86_64 aarch64; do python -m pip wheel --quiet --no-deps --no-cache-dir -w dist \
+	  -C--build-option=--plat-name=manylinux_2_17_$$machine dist/hpctrain-*.tar.gz; done
 	twine check --strict dist/*
 	python tests/dist.py dist
 

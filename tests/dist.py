@@ -1,16 +1,19 @@
-"""Use the wheel and the sdist of a folder like a stranger, in empty environments: ``make dist``.
+"""Use the wheels and the sdist of a folder like a stranger, in empty environments: ``make dist``.
 
     python tests/dist.py DIST [--python PYTHON] [--keep]
 
-The wheel is installed from a folder of wheels that ``pip download`` has filled, without a network:
-in a network namespace that has only its loopback interface. The sdist is installed from the
-package index. With each, every command of hpctrain and the examples run in a temporary folder
-outside of the clone. If this program is started by root, an unprivileged user downloads, installs
-and runs.
+Each wheel must contain the compiled kernel and only the package and its examples, and must run on
+the systems that its name promises. The wheel of this machine is installed from a folder of wheels
+that ``pip download`` has filled, without a network: in a network namespace that has only its
+loopback interface. The sdist is installed from the package index. With each, every command of
+hpctrain and the examples run in a temporary folder outside of the clone. If root starts this
+program, an unprivileged user downloads, installs and runs.
 """
 
 import argparse
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -170,6 +173,19 @@ def unexpected(wheel: Path) -> list[str]:
     ]
 
 
+def fault_of(wheel: Path) -> str:
+    """Return why a wheel must not be published; empty if there is no reason."""
+    if names := unexpected(wheel):
+        return f"it must contain only the package and its examples, got {names}"
+    show = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    done = subprocess.run(show, check=False, capture_output=True, text=True)
+    found = re.search(r'consistent\s+with the following platform tag:\s+"(\w+)"', done.stdout)
+    promised = wheel.stem.split("-", 2)[2]
+    if found and promised == f"py3-none-{found[1]}":
+        return ""
+    return f"its name must contain the result of auditwheel, got: {done.stdout}{done.stderr}"
+
+
 def usable_python(preferred: str) -> str:
     """Return a Python that the unprivileged user may start and that can make environments."""
     candidates = [preferred, "/usr/bin/python3"]
@@ -232,9 +248,12 @@ def main() -> None:
     python, has_failed = usable_python(arguments.python), False
     for file in sorted(arguments.dist.glob("hpctrain-*")):
         say(f"{file.name}: {file.stat().st_size / 1e6:.2f} MB")
-        if file.suffix == ".whl" and (names := unexpected(file)):
-            sys.exit(f"{file} must contain only the package and its examples, got {names}")
+        if file.suffix == ".whl" and (fault := fault_of(file)):
+            sys.exit(f"{file} must not be published: {fault}")
     for file in sorted(arguments.dist.glob("hpctrain-*")):
+        if file.suffix == ".whl" and not file.stem.endswith(f"_{platform.machine()}"):
+            say(f"{file.name}: not installed, this machine is {platform.machine()}")
+            continue
         folder = Path(tempfile.mkdtemp(prefix="hpctrain-dist-"))
         has_failed |= not tried(file, folder, python)
         if not arguments.keep:

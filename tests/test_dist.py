@@ -1,6 +1,8 @@
 """Check that ``make dist`` runs all commands and examples, and rejects a wheel with tests."""
 
+import importlib
 import re
+import sys
 import zipfile
 from pathlib import Path
 
@@ -44,3 +46,35 @@ def test_a_wheel_with_tests_is_rejected(tmp_path, name):
         for each in (*good, name):
             archive.writestr(each, "")
     assert dist.unexpected(wheel) == [name]
+
+
+def test_a_wheel_must_run_on_the_systems_that_its_name_promises(tmp_path):
+    wheel = tmp_path / "hpctrain-1.0-py3-none-manylinux_2_17_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("hpctrain/x.py", "")
+    assert "result of auditwheel" in dist.fault_of(wheel)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "hpctrain/comm/node")
+    monkeypatch.setenv("CC", "gcc -m64")
+    backend = importlib.import_module("kernel_build")
+    monkeypatch.setattr(backend.build_meta, "get_requires_for_build_wheel", lambda _: [])
+    return backend
+
+
+def test_zig_compiles_a_wheel_for_other_machines(backend):
+    portable = {"--build-option": "--plat-name=manylinux_2_17_aarch64"}
+    assert backend.get_requires_for_build_wheel(portable) == ["ziglang"]
+    command = backend._compiler("manylinux_2_17_aarch64")
+    assert command[1:] == ["-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.17"]
+
+
+def test_the_compiler_of_this_machine_is_preferred_for_this_machine(backend, monkeypatch):
+    assert backend._compiler("linux_x86_64") == ["gcc", "-m64"]
+    assert backend.get_requires_for_build_editable() == []
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", "")
+    assert backend._compiler("linux_x86_64")[:3] == [sys.executable, "-m", "ziglang"]
+    assert backend.get_requires_for_build_editable() == ["ziglang"]

@@ -1,7 +1,7 @@
--- A module of Lmod for an hpctrain that is installed once for all users:
+-- A module of Lmod for an hpctrain that is installed once for all users, from a clone:
 --
---     python3.11 -m venv /opt/hpctrain/1.0.0rc1 && /opt/hpctrain/1.0.0rc1/bin/pip install hpctrain
---     cp examples/recipes/module.lua /opt/modulefiles/hpctrain/1.0.0rc1.lua
+--     python3.11 -m venv /opt/hpctrain/VERSION && /opt/hpctrain/VERSION/bin/pip install .
+--     cp examples/recipes/module.lua /opt/modulefiles/hpctrain/VERSION.lua
 --     module load hpctrain
 --
 -- Checked by a test: Lmod loads and unloads it, and the command is found.

@@ -1,24 +1,30 @@
-"""Spack package of hpctrain, with an MPI of Spack or of the system.
+"""Spack package of hpctrain, for Spack 1.0 or later, with an MPI of Spack or of the system.
 
-    spack repo create my-packages && mkdir my-packages/packages/py_hpctrain
-    cp examples/recipes/spack_package.py my-packages/packages/py_hpctrain/package.py
-    spack repo add my-packages
+Run these commands in a clone of hpctrain; nothing is on a package index yet:
+
+    spack repo create my-packages && cd my-packages/spack_repo/my_packages
+    mkdir packages/py_hpctrain
+    cp PATH/TO/spack_package.py packages/py_hpctrain/package.py
+    spack repo add . && cd -
     spack external find openmpi
-    spack install py-hpctrain
+    spack dev-build py-hpctrain@1.0.0rc1
+    spack load py-hpctrain && hpctrain doctor
 
-If Spack lacks a dependency, remove its line and `pip install` it into the environment. The
-optional isal, for faster checksums, is omitted.
+The optional isal, for faster checksums, is omitted.
 
-Checked by a test: the dependencies match the requirements of hpctrain. The package was not built.
+Checked by a test: the dependencies match the requirements of hpctrain. The package repository of
+Spack (July 2026) has all of them in these versions. A development version of Spack 0.23 installed
+this package, without the dependency on C, which it does not know, and with all other dependencies
+as externals in an environment of pip. Not installed by Spack 1.0 or later.
 """
 
 from spack.package import (
-    PythonPackage,
     depends_on,
     license,  # noqa: A004 - the name that Spack gives
     version,
     when,
 )
+from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PyHpctrain(PythonPackage):
@@ -30,6 +36,7 @@ class PyHpctrain(PythonPackage):
 
     version("1.0.0rc1")
 
+    depends_on("c", type="build")
     depends_on("python@3.10:3.13", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
     depends_on("py-cloudpickle@3.0:", type=("build", "run"))

@@ -11,7 +11,7 @@ from hpctrain.core import atomic
 
 FOLDER = Path("examples")
 _INSTALLED = "share/hpctrain/examples/"
-_KINDS = (".py", ".toml", ".md", ".ipynb", ".yml", ".json", ".lua", ".def")
+_KINDS = (".py", ".toml", ".md", ".ipynb", ".yml", ".json", ".lua", ".def", ".containerfile")
 
 app = typer.Typer()
 

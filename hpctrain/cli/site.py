@@ -1,5 +1,6 @@
 """``hpctrain site``: list and show profiles of computing centres, or write one."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -84,7 +85,8 @@ def init(
         raise ConfigError(f"{path} must not exist, but exists; delete it, or name another file")
     with explained_writes("a profile", path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(keys.render(_profile(partition)), encoding="utf-8")
+        version = "".join(f"{key} = {json.dumps(value)}\n" for key, value in sites.STAMP.items())
+        path.write_text(version + keys.render(_profile(partition)), encoding="utf-8")
     typer.echo(f"{path}: add the facts of the documentation of your site")
 
 

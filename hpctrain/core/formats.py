@@ -1,5 +1,6 @@
 """Versions of the formats of files that hpctrain writes and reads again."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,5 +21,7 @@ def fault_of(record: Mapping[str, Any], newest: int) -> str:
     found = record.get("version", 1)
     if type(found) is int and 1 <= found <= newest:
         return ""
-    needed = f"hpctrain {record['reader']} or later" if "reader" in record else "a newer hpctrain"
-    return f"its format version must be at most {newest}, got {found!r}; install {needed}"
+    # A file from another person may contain any text.
+    reader = re.fullmatch(r"\d[\w.]{,19}", str(record.get("reader")), re.ASCII)
+    needed = f"hpctrain {reader[0]} or later" if reader else "a newer hpctrain"
+    return f"its format version must be at most {newest}, got {found!r:.40}; install {needed}"

@@ -13,10 +13,15 @@ from typing import Any, ClassVar, Literal
 
 from hpctrain.core.checks import CheckedFields, Count, Texts, require
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.python_compat import Traversable
 from hpctrain.core.toml_values import TomlValues, read_toml
 from hpctrain.core.units import parse_numbers
 from hpctrain.launch.slurm.scheduler import megabytes
+
+VERSION = 1
+STAMP = stamp(VERSION, "1.0")
+"""First entries of a file: version of the format, and the oldest hpctrain that reads it."""
 
 OWN = Path("slurm", "site.toml")
 """Profile of the user; in the directory of submission it has priority over recognized sites."""
@@ -225,8 +230,10 @@ def read(name: str) -> SiteProfile:
     """
     file = Path(name) if name.endswith(".toml") else _file(name)
     values = TomlValues(SiteProfile)
-    remedy = f"`hpctrain site init {file}` writes a profile"
-    values.merge(read_toml(file, SiteProfile, remedy), str(file))
+    given = dict(read_toml(file, SiteProfile, f"`hpctrain site init {file}` writes a profile"))
+    if fault := fault_of(given, VERSION):
+        raise ConfigError(f"the site profile {file} cannot be read: {fault}")
+    values.merge(((key, given[key]) for key in given if key not in STAMP), str(file))
     return values.build()
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hpctrain.cluster.machine_load import BUSY
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import DataError
+from hpctrain.core.formats import fault_of
 from hpctrain.core.records import read
 from hpctrain.studies.points import PointRepeat
 
@@ -105,10 +106,12 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
         return None if rate is None else 1e6 * self.layout.ranks / rate / 3600
 
 
+VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
+
 Environment = Mapping[str, Any]
-"""Environment of a study: versions, mpi (the library of the ranks), cpu, cores and name of the
-host, commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: the allowed
-cores and the variables that bind ranks."""
+"""Environment of a study: version and reader of the format of the folder, versions, mpi (the
+library of the ranks), cpu, cores and name of the host, commit ("+" if changed), topology and plan
+of each point, slurm_job, and pinning: the allowed cores and the variables that bind ranks."""
 
 
 class StudyFolder:
@@ -128,11 +131,18 @@ class StudyFolder:
         return self.path / f"points-{repeat}.jsonl"
 
     def read_environment(self) -> Environment | None:
-        """Return the recorded environment, or None if the file is missing or incomplete."""
+        """Return the recorded environment, or None if the file is missing or incomplete.
+
+        Raises ``DataError``: a newer hpctrain wrote the folder, in a newer format.
+        """
+        found: Any = None
         with suppress(OSError, ValueError):
-            found: Environment = json.loads(self.environment.read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else None
-        return None
+            found = json.loads(self.environment.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            return None
+        if fault := fault_of(found, VERSION):
+            raise DataError(f"the study {self.path} cannot be read: {fault}")
+        return found
 
     def read_points(self) -> list[PointRecord]:
         """Return the last record of each repeat of each point, in the order of the study."""

@@ -155,7 +155,8 @@ class StudyResults:
                 f"a study must contain {folder.file.name}, but {directory} does not; "
                 f"hpctrain study run writes it"
             )
-        return cls(load(folder.file), folder.read_environment(), folder.read_points(), directory)
+        environment = folder.read_environment()  # first: it has the version of the format
+        return cls(load(folder.file), environment, folder.read_points(), directory)
 
     @cached_property
     def summaries(self) -> list[PointSummary]:

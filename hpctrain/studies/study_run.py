@@ -14,6 +14,7 @@ from hpctrain.cluster.env import job_id, tuning
 from hpctrain.cluster.resources import affinity, num_granted
 from hpctrain.core.atomic import explained_writes, make_folder
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.formats import stamp
 from hpctrain.core.keys import render
 from hpctrain.core.logs import logger
 from hpctrain.core.provenance import processor, project, versions
@@ -21,7 +22,13 @@ from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Lease, LeaseRemedies, Times
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
-from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.point_records import (
+    READER,
+    VERSION,
+    Environment,
+    PointRecord,
+    StudyFolder,
+)
 from hpctrain.studies.points import PointRepeat, attempts_of
 from hpctrain.studies.study_file import StudyConfig, load
 
@@ -176,6 +183,7 @@ class Study:
 def _environment() -> Environment:
     state = project(Path.cwd())
     return {
+        **stamp(VERSION, READER),
         "versions": versions(),
         "cpu": processor(),
         "cores": num_granted(),

@@ -243,7 +243,7 @@ def test_huge_world_is_permitted_and_empty_world_raises(good):
 def test_no_escape_reaches_the_terminal(good):
     output = manifest_of(good)
     bad = "\n\x1b[31m" + "x" * 9999
-    for where in ("format", "step", "tensors/w/dtype", "skeleton/dict/0/1/tensor"):
+    for where in ("format", "version", "step", "tensors/w/dtype", "skeleton/dict/0/1/tensor"):
         again = json.loads(json.dumps(output))
         spoil(again, where, bad)
         seal(good, again)
@@ -251,12 +251,14 @@ def test_no_escape_reaches_the_terminal(good):
             load(good, ALONE)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 1000
+    seal(good, {**output, "version": 4, "reader": bad})
+    refused(good, "got 4; install a newer hpctrain")
 
 
 def test_newer_version_is_reported(good):
     output = manifest_of(good)
-    seal(good, {**output, "version": 4})
-    refused(good, "has version 4, but this hpctrain reads versions up to 3; use a newer hpctrain")
+    seal(good, {**output, "version": 4, "reader": "1.7"})
+    refused(good, "format version must be at most 3, got 4; install hpctrain 1.7 or later")
 
 
 @only_1

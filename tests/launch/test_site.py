@@ -225,6 +225,13 @@ def test_a_wrong_profile_is_an_error_that_names_the_key(text, words):
         sites.find("own.toml")
 
 
+def test_a_profile_of_a_newer_format_is_refused_with_the_version_that_reads_it():
+    Path("own.toml").write_text('version = 2\nreader = "1.7"\nnew_key = 1\n')
+    refused = "profile own.toml cannot be read: its format version must be at most 1, got 2; inst"
+    with pytest.raises(ConfigError, match=f"{refused}all hpctrain 1.7 or later"):
+        sites.find("own.toml")
+
+
 def test_an_unknown_profile_is_an_error_with_all_names():
     with pytest.raises(ConfigError, match=r"alps, .*perlmutter, got 'x'; `hpctrain site init"):
         sites.find("x")
@@ -251,6 +258,7 @@ def test_site_lists_shows_and_writes_profiles(tmp_path, monkeypatch):
     assert "lumi            LUMI-G, CSC\n" in run(command.app, ["list"]).stdout
     assert run(command.app, ["show", "lumi"]).stdout == sites.text("lumi")
     assert run(command.app, ["init"]).exit_code == 0
+    assert sites.OWN.read_text().startswith('version = 1\nreader = "1.0"\n# Profile of')
     found = sites.find()
     assert (found.name, found.job.partition) == ("deep", "gpu")
     assert found.job.scratch[0] == "$SCRATCH"

@@ -21,10 +21,11 @@ from hpctrain.checkpoint.refusal import damaged
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.units import GIB
 
 NAME = "manifest.json"
-VERSION = 3
+VERSION, READER = 3, "1.0"
 """Newest version. In version 2 ranks share files, and in version 1 each rank has a file."""
 
 PRIVATE = "%private"
@@ -132,14 +133,10 @@ class CheckpointManifest:
             raise damaged(path, "its crc32 is wrong")
         with valid(path):
             given = json.loads(data)
-            version = given["version"]
-            if given["format"] != _FORMAT or type(version) is not int:
+            if given["format"] != _FORMAT:
                 raise damaged(path, f"its format must be {_FORMAT!r}, got {given['format']!r}")
-            if version > VERSION:
-                raise CheckpointError(
-                    f"checkpoint {directory} has version {version}, but this hpctrain reads "
-                    f"versions up to {VERSION}; use a newer hpctrain"
-                )
+            if fault := fault_of(given, VERSION):
+                raise CheckpointError(f"checkpoint {directory} cannot be read: {fault}")
             found = _manifest(given, path)
             require_named(directory, found.step)
         return found
@@ -148,7 +145,7 @@ class CheckpointManifest:
         """Return the contents of the manifest file."""
         given = {
             "format": _FORMAT,
-            "version": VERSION,
+            **stamp(VERSION, READER),
             "step": self.step,
             "world": self.world,
             "facts": self.facts,

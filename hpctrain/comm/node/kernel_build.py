@@ -4,11 +4,16 @@ The library calls no Python, so one wheel serves every version of Python. The va
 selects the compiler; the default is ``cc``. On a machine without ``cc``, pip installs the package
 ``ziglang``, which contains a compiler, for the build. Without the library, hpctrain runs slower
 Python code.
+
+A wheel for other machines is compiled by ``ziglang`` against the C library of its tag:
+
+    pip wheel --no-deps -C--build-option=--plat-name=manylinux_2_17_aarch64 .
 """
 
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,29 +36,37 @@ _FLAGS = (
     "-shared",
     "-s",
 )
-_ZIG = ("-m", "ziglang", "cc", "-target")
+_MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)_(\w+)")
 _LOG = logging.getLogger(__name__)
 
 
 def get_requires_for_build_wheel(settings: Any = None) -> list[str]:
     """Return the packages that a build requires in addition to setuptools."""
     found: list[str] = build_meta.get_requires_for_build_wheel(settings)
-    return found if _compiler() else [*found, "ziglang"]
+    tag = _MANYLINUX.search(str(settings))
+    return [*found, "ziglang"] if _compiler(tag[0] if tag else "")[0] == sys.executable else found
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
 
 
-def _compiler() -> list[str]:
-    """Return the command of the C compiler of this machine; empty if there is none."""
-    return shlex.split(os.environ.get("CC", "")) or ["cc"] * bool(shutil.which("cc"))
+def _compiler(tag: str) -> list[str]:
+    """Return the command of the C compiler for a platform tag, by default of this machine."""
+    local = shlex.split(os.environ.get("CC", "")) or ["cc"] * bool(shutil.which("cc"))
+    portable = _MANYLINUX.fullmatch(tag)
+    if local and not portable:
+        return local
+    major, minor, machine = portable.groups() if portable else ("2", "17", platform.machine())
+    return [
+        *(sys.executable, "-m", "ziglang", "cc"),
+        *("-target", f"{machine}-linux-gnu.{major}.{minor}"),
+    ]
 
 
-def compile_kernel(source: Path, target: Path) -> str:
+def compile_kernel(source: Path, target: Path, tag: str = "") -> str:
     """Compile the kernel, with a checksum of its source; return the error, empty on success."""
-    compiler = _compiler() or [sys.executable, *_ZIG, f"{platform.machine()}-linux-gnu.2.17"]
     checksum = f"-DSOURCE_CHECKSUM={zlib.crc32(source.read_bytes())}"
-    command = [*compiler, *_FLAGS, checksum, str(source), "-o", str(target), "-lpthread"]
+    command = [*_compiler(tag), *_FLAGS, checksum, str(source), "-o", str(target), "-lpthread"]
     try:
         # The compiler is that of the user who builds the package.
         done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
@@ -70,7 +83,8 @@ class BuildKernel(build_py):  # type: ignore[misc]
         super().run()
         folder = Path("hpctrain", "comm", "node")
         place = folder if self.editable_mode else self.build_lib / folder
-        if refusal := compile_kernel(folder / "kernel.c", place / "libkernel.so"):
+        tag = self.get_finalized_command("bdist_wheel").plat_name
+        if refusal := compile_kernel(folder / "kernel.c", place / "libkernel.so", tag):
             _LOG.warning("hpctrain is built without its compiled kernel: %s", refusal)
 
 
