@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -72,13 +73,13 @@ def init(
         "strong", "strong|weak", "Same work on more ranks, or work that grows with the ranks."
     ),
     command: str = option(
-        "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="handwritten digits"
+        "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="an example"
     ),
 ) -> None:
     """Write STUDY.toml with every key and its meaning.
 
-    Without --command the study measures the example of handwritten digits, whose files are written
-    into examples/ if they are missing; it needs the package scikit-learn.
+    Without --command the study measures an example, which is written into examples/ if it is
+    missing: handwritten digits if scikit-learn is installed, otherwise measured.py.
 
     A script records its steps in three lines, which do nothing outside a study:
 
@@ -91,8 +92,12 @@ def init(
 
       hpctrain study init weak.toml --mode weak --command 'python train.py'
     """
+    prefix = ""
+    if not command:
+        has_digits = find_spec("sklearn") is not None
+        prefix, command = ("digits.", "") if has_digits else ("measured.", study_file.MEASURED)
     atomic.write_new(path, keys.render(study_file.example(mode, command)))
-    for each in [] if command else write_examples(prefix="digits."):
+    for each in write_examples(prefix=prefix) if prefix else ():
         typer.echo(f"wrote {each}, which {path} measures")
     typer.echo(f"{path} has every key; `hpctrain study run {path} --dry-run` lists its points")
 
@@ -147,7 +152,11 @@ def run(options: StudyOptions) -> None:
 
     After a kill, the same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
-    1.
+    1. The study stops if three attempts in a row fail with one error that no point causes: before
+    any point succeeded, or at points that succeeded before.
+
+    Relative paths start at the current directory. Only modules that a TOML file names are searched
+    next to this file first.
 
     DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point of repeat N,
     and attempts/ with all output.
@@ -172,7 +181,7 @@ def run(options: StudyOptions) -> None:
         # An exception ends the ranks of the present point.
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     with StudyBar(found, attempts) as bar:
-        found.measure(attempts, begun=bar.begun, ended=bar.ended)
+        is_complete = found.measure(attempts, begun=bar.begun, ended=bar.ended)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]
     remedy = "; --retry-failed measures the failed points again" if failed else ""
     typer.echo(
@@ -180,6 +189,11 @@ def run(options: StudyOptions) -> None:
         f"measured, {len(failed)} failed; `hpctrain study report {found.folder.path}` shows them"
         f"{remedy}"
     )
+    if not is_complete:
+        typer.echo(
+            "stopped: the last attempts failed with one error that no point causes, so further "
+            "attempts would fail too; correct the error, and run with --retry-failed"
+        )
     if failed:
         raise typer.Exit(FAILED)
 

@@ -23,6 +23,7 @@ from hpctrain.launch.lease import Lease, LeaseRemedies, Times
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import PointRepeat, attempts_of
+from hpctrain.studies.repeated_failures import RepeatedFailures
 from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # shorter than a repeat
@@ -93,7 +94,7 @@ class Study:
         *,
         begun: Callable[[PointRepeat], object] = lambda _: None,
         ended: Callable[[PointRecord], object] = lambda _: None,
-    ) -> None:
+    ) -> bool:
         """Measure attempts one after the other; write each record before the next attempt begins.
 
         Each repeat has its own lease and file, so that several jobs may measure a study
@@ -104,9 +105,14 @@ class Study:
             begun: called at the start of each attempt.
             ended: called with the record of each attempt.
 
+        Returns:
+            False if the measurement stopped early, because all further attempts would fail; see
+            ``RepeatedFailures``.
+
         Raises:
             ConfigError: another process measures the same repeat, or the folder cannot be written.
         """
+        failures = None
         for repeat, found in groupby(attempts, lambda each: each.repeat):
             of_repeat = list(found)
             path = self.folder.points_file(repeat)
@@ -114,6 +120,7 @@ class Study:
                 # Another process may have measured some of the missing attempts.
                 done = {each.order for each in self.folder.read_points() if each.status == "done"}
                 left = [attempt for attempt in of_repeat if attempt.order not in done]
+                failures = failures or RepeatedFailures(self.folder.read_points())
                 self._keep_environment()
                 for attempt in left:
                     clear(self.folder, attempt)
@@ -125,6 +132,9 @@ class Study:
                     records.sync()
                     self._keep_plan(attempt)
                     ended(record)
+                    if failures.stops(record):
+                        return False
+        return True
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:

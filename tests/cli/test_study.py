@@ -73,6 +73,20 @@ def test_the_study_that_init_writes_runs_in_an_empty_folder():
     assert sorted(path.name for path in Path("examples").iterdir()) == ["digits.py", "digits.toml"]
 
 
+def test_without_scikit_learn_the_study_measures_a_script_that_needs_only_torch(monkeypatch):
+    monkeypatch.setattr("hpctrain.cli.study.find_spec", lambda _name: None)
+    assert "wrote examples/measured.py" in run("init", "strong.toml").stdout
+    assert "20 of 20 are still" in run("run", "strong.toml", "--dry-run").stdout
+
+
+def test_a_run_stops_at_an_error_that_no_point_causes():
+    Path("fake.sh").write_text("echo no data; exit 1")
+    result = run("run", "study.toml", "--out", "here")
+    assert result.exit_code == 1
+    assert "0 of 12 measured, 3 failed" in result.stdout
+    assert "stopped: the last attempts failed with one error that no point causes" in result.stdout
+
+
 def commands():
     """Return every distinct command line of the guide and of the help."""
     texts = [(resources.files("hpctrain.guide") / "studies.md").read_text()]
