@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.progress import BarColumn, TextColumn
 
-from hpctrain.cli import submit
+from hpctrain.cli import study_evidence, submit
 from hpctrain.cli.examples import write_examples
 from hpctrain.cli.options import (
     FAILED,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hpctrain.studies.study_run import Study
 
 app = typer.Typer(no_args_is_help=True)
+study_evidence.add_to(app)
 
 File = Annotated[Path, argument("STUDY.toml", "File of the study.")]
 
@@ -62,6 +63,8 @@ def study() -> None:
       hpctrain study report studies/digits-strong
 
       hpctrain study compare studies/before studies/after
+
+      hpctrain study import studies/digits-strong ddp.csv --name DDP
     """
 
 

@@ -44,7 +44,7 @@ def verdicts(results: StudyResults) -> list[Verdict]:
     """Check a study against every rule of ``templates/checklist.toml``."""
     path = resources.files("hpctrain.studies") / "templates" / "checklist.toml"
     rules = tomllib.loads(path.read_text(encoding="utf-8"))
-    found = {name: _FAULTS[name](results) for name in rules}
+    found = {name: _FAULTS[name](results.own) for name in rules}
     return [Verdict(name, **(rule | _judged(found[name]))) for name, rule in rules.items()]
 
 

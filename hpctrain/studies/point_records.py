@@ -119,6 +119,7 @@ class StudyFolder:
         self.file = path / "STUDY.toml"  # the configuration
         self.environment = path / "environment.json"
         self.attempts = path / "attempts"  # a folder for each repeat
+        self.imported = path / "imported"  # results of other tools
 
     def points_file(self, repeat: int) -> Path:
         """Return the file for the records of a repeat.

@@ -144,7 +144,7 @@ def _without_extremes(times: Sequence[float | None]) -> float | None:
 
 
 def _cards(results: StudyResults) -> list[tuple[str, str]]:
-    fit = [each for each in results.summaries if each.efficiency and each.samples_per_s]
+    fit = [each for each in results.own.summaries if each.efficiency and each.samples_per_s]
     if not fit:
         return []
     last = max(fit, key=lambda each: (each.ranks, each.efficiency and each.efficiency.value))

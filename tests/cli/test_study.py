@@ -95,7 +95,7 @@ def commands():
     return list(dict.fromkeys(re.split(r"\s{3,}|\s+#", each)[0] for each in found))
 
 
-NAMES = ("init", "run", "report", "compare")
+NAMES = ("init", "run", "import", "report", "compare")
 
 
 def test_commands_of_guide_and_help_run(monkeypatch):
@@ -107,6 +107,7 @@ def test_commands_of_guide_and_help_run(monkeypatch):
     for place in (Path("examples"), Path("train.py")):
         place.symlink_to(ROOT / "examples" / ("" if place.name == "examples" else "measured.py"))
     Path("cluster.toml").write_text("nodes = 8\n")
+    Path("ddp.csv").write_text("nodes,ranks,seconds,samples,codec\n1,1,0.1,64,none\n")
     lines = commands()
     assert {line.split()[0] for line in lines} == set(NAMES)
     assert len(lines) > 10
