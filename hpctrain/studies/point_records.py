@@ -107,8 +107,8 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
 
 Environment = Mapping[str, Any]
 """Environment of a study: versions, mpi (the library of the ranks), cpu, cores and name of the
-host, commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: the allowed
-cores and the variables that bind ranks."""
+host, commit ("+" if changed), files (checksums of the scripts), topology and plan of each point,
+slurm_job, and pinning: the allowed cores and the variables that bind ranks."""
 
 
 class StudyFolder:

@@ -24,6 +24,7 @@ from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import PointRepeat, attempts_of
 from hpctrain.studies.repeated_failures import RepeatedFailures
+from hpctrain.studies.study_archive import checksums
 from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # shorter than a repeat
@@ -154,11 +155,11 @@ class Study:
 
     def _keep_environment(self) -> None:
         """Write the environment, or log a warning for each difference from the recorded one."""
-        now, before = _environment(), self.folder.read_environment()
+        now, before = _environment(self.config), self.folder.read_environment()
         if before is None:
             self.folder.write(self.folder.environment, now)
             return
-        for name in ("versions", "cpu", "cores", "commit"):
+        for name in ("versions", "cpu", "cores", "commit", "files"):
             if before.get(name) != now[name]:
                 logger.warning(
                     f"a study must have one environment, but {name} was {before.get(name)} at "
@@ -183,7 +184,7 @@ class Study:
         return explained_writes("the folder of a study", self.folder.path, elsewhere)
 
 
-def _environment() -> Environment:
+def _environment(config: StudyConfig) -> Environment:
     state = project(Path.cwd())
     return {
         "versions": versions(),
@@ -191,6 +192,7 @@ def _environment() -> Environment:
         "cores": num_granted(),
         "host": platform.node(),
         "commit": f"{state['commit']}{'+' * ('changed' in state)}" if state else None,
+        "files": checksums(config),
         "topology": {},
         "plan": {},
         "slurm_job": job_id() or None,

@@ -95,7 +95,7 @@ def commands():
     return list(dict.fromkeys(re.split(r"\s{3,}|\s+#", each)[0] for each in found))
 
 
-NAMES = ("init", "run", "import", "report", "compare")
+NAMES = ("init", "run", "import", "predict", "report", "compare", "export", "reproduce")
 
 
 def test_commands_of_guide_and_help_run(monkeypatch):
@@ -117,6 +117,10 @@ def test_commands_of_guide_and_help_run(monkeypatch):
             Path(words[1]).unlink(missing_ok=True)
         if words[0] == "report" and "--out" not in words:
             words += ["--help"]  # one drawn figure is sufficient
+        if words[0] == "export":
+            (Path("data") / "small").mkdir(parents=True, exist_ok=True)
+        if words[0] == "reproduce":
+            words += ["--help"]  # tests/studies/test_archive.py measures again
         if words[0] == "run":  # other tests check the started commands
             words += ["--dry-run", "--out", "fresh"]
         assert run(*words).exit_code == 0, line
