@@ -1,17 +1,15 @@
 """``hpctrain study``: write, measure, report and compare scaling studies."""
 
 import shlex
-import signal
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.progress import BarColumn, TextColumn
 
-from hpctrain.cli import submit
+from hpctrain.cli import study_bar, study_evidence, submit
 from hpctrain.cli.examples import write_examples
 from hpctrain.cli.options import (
     FAILED,
@@ -33,14 +31,14 @@ from hpctrain.studies import comparison, points, study_file
 from hpctrain.studies import report as reports
 from hpctrain.studies import study_results as measured
 from hpctrain.studies import study_run as studies
-from hpctrain.train.console import Bar, make_console
+from hpctrain.train.console import make_console
 
 if TYPE_CHECKING:
-    from hpctrain.studies.point_records import PointRecord
     from hpctrain.studies.points import PointRepeat
     from hpctrain.studies.study_run import Study
 
 app = typer.Typer(no_args_is_help=True)
+study_evidence.add_to(app)
 
 File = Annotated[Path, argument("STUDY.toml", "File of the study.")]
 
@@ -61,6 +59,14 @@ def study() -> None:
       hpctrain study report studies/digits-strong
 
       hpctrain study compare studies/before studies/after
+
+      hpctrain study import studies/digits-strong ddp.csv --name DDP
+
+      hpctrain study predict studies/digits-strong --ranks 16
+
+      hpctrain study export studies/digits-strong
+
+      hpctrain study reproduce digits-strong.tar.gz
     """
 
 
@@ -72,13 +78,13 @@ def init(
         "strong", "strong|weak", "Same work on more ranks, or work that grows with the ranks."
     ),
     command: str = option(
-        "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="handwritten digits"
+        "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="an example"
     ),
 ) -> None:
     """Write STUDY.toml with every key and its meaning.
 
-    Without --command the study measures the example of handwritten digits, whose files are written
-    into examples/ if they are missing; it needs the package scikit-learn.
+    Without --command the study measures an example, which is written into examples/ if it is
+    missing: handwritten digits if scikit-learn is installed, otherwise measured.py.
 
     A script records its steps in three lines, which do nothing outside a study:
 
@@ -91,8 +97,12 @@ def init(
 
       hpctrain study init weak.toml --mode weak --command 'python train.py'
     """
+    prefix = ""
+    if not command:
+        has_digits = find_spec("sklearn") is not None
+        prefix, command = ("digits.", "") if has_digits else ("measured.", study_file.MEASURED)
     atomic.write_new(path, keys.render(study_file.example(mode, command)))
-    for each in [] if command else write_examples(prefix="digits."):
+    for each in write_examples(prefix=prefix) if prefix else ():
         typer.echo(f"wrote {each}, which {path} measures")
     typer.echo(f"{path} has every key; `hpctrain study run {path} --dry-run` lists its points")
 
@@ -147,7 +157,11 @@ def run(options: StudyOptions) -> None:
 
     After a kill, the same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
-    1.
+    1. The study stops if three attempts in a row fail with one error that no point causes: before
+    any point succeeded, or at points that succeeded before.
+
+    Relative paths start at the current directory. Only modules that a TOML file names are searched
+    next to this file first.
 
     DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point of repeat N,
     and attempts/ with all output.
@@ -168,11 +182,7 @@ def run(options: StudyOptions) -> None:
     if options.slurm:
         _submit(found, attempts, options)
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # An exception ends the ranks of the present point.
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
-    with StudyBar(found, attempts) as bar:
-        found.measure(attempts, begun=bar.begun, ended=bar.ended)
+    is_complete = study_bar.measure(found, attempts)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]
     remedy = "; --retry-failed measures the failed points again" if failed else ""
     typer.echo(
@@ -180,6 +190,11 @@ def run(options: StudyOptions) -> None:
         f"measured, {len(failed)} failed; `hpctrain study report {found.folder.path}` shows them"
         f"{remedy}"
     )
+    if not is_complete:
+        typer.echo(
+            "stopped: the last attempts failed with one error that no point causes, so further "
+            "attempts would fail too; correct the error, and run with --retry-failed"
+        )
     if failed:
         raise typer.Exit(FAILED)
 
@@ -308,38 +323,3 @@ def _submit(found: "Study", attempts: "list[PointRepeat]", options: StudyOptions
     )
     typer.echo(f"job {number}: repeats {repeats} in {where}")
     typer.echo(f"job {job('report', after)}: the report")
-
-
-class StudyBar(Bar):
-    """Progress bar that shows the present point and prints a line for each attempt."""
-
-    def __init__(self, found: "Study", attempts: "list[PointRepeat]") -> None:
-        self._console = make_console(shown=True)
-        texts = ("{task.completed}/{task.total}", "{task.description}")
-        count, text = (TextColumn(each, markup=False) for each in texts)
-        super().__init__(self._console, count, BarColumn(), text)
-        self._study, self._num_attempts = found, len(attempts)
-        self._left = {attempt.order: attempt for attempt in attempts}
-        self._task = self._bar.add_task("", total=len(attempts))
-
-    def begun(self, attempt: "PointRepeat") -> None:
-        """Show the point of the attempt that starts."""
-        left_s = self._study.expected_s(self._left.values())
-        text = attempt.text + (f"  {format_seconds(left_s)} left" if left_s else "")
-        done = self._num_attempts - len(self._left)
-        self._bar.update(self._task, completed=done, description=text)
-
-    def ended(self, record: "PointRecord") -> None:
-        """Print the result of the attempt that has ended."""
-        text = f"failed: {record.error}"
-        if record.is_done:
-            step = format_seconds(record.mean_step_s)
-            text = f"{step} a step, {record.samples_per_s or 0:.0f} samples/s"
-            if record.is_disturbed:
-                text += (
-                    f"; disturbed: other processes used {record.other_cores:.1f} of "
-                    f"{record.machine_cores} cores"
-                )
-        del self._left[record.order]
-        line = f"{record.text}  repeat {record.repeat}: {text}"
-        self._console.print(line, soft_wrap=True)

@@ -17,7 +17,11 @@ from hpctrain.studies.study_results import StudyResults, shown_batch
 
 MIN_REPEATS = 5
 
-_Fault = Callable[[StudyResults], str]
+_UNMEASURED = "nothing was measured"
+_UNRECORDED = "state that hpctrain train does not record these values for this method"
+
+_Fault = Callable[[StudyResults], str | tuple[str, str]]
+"""Check of a rule: returns the fault, with a remedy if that of the rule does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,17 @@ def verdicts(results: StudyResults) -> list[Verdict]:
     """Check a study against every rule of ``templates/checklist.toml``."""
     path = resources.files("hpctrain.studies") / "templates" / "checklist.toml"
     rules = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Verdict(name, **rule, fault=_FAULTS[name](results)) for name, rule in rules.items()]
+    found = {name: _FAULTS[name](results.own) for name in rules}
+    return [Verdict(name, **(rule | _judged(found[name]))) for name, rule in rules.items()]
+
+
+def _judged(found: str | tuple[str, str]) -> dict[str, str]:
+    if found == _UNMEASURED:
+        return {"fault": found, "remedy": "measure points with hpctrain study run"}
+    if isinstance(found, str):
+        return {"fault": found}
+    fault, remedy = found
+    return {"fault": fault, "remedy": remedy}
 
 
 def _base(results: StudyResults) -> str:
@@ -72,9 +86,14 @@ def _batch(results: StudyResults) -> str:
     return _nothing(results)
 
 
-def _repeats(results: StudyResults) -> str:
+def _repeats(results: StudyResults) -> str | tuple[str, str]:
     few = [each for each in results.summaries if len(each.done) < MIN_REPEATS]
-    return f"{len(few[0].done)} at {results.label(few[0].point)}" if few else _nothing(results)
+    if not few:
+        return _nothing(results)
+    fault = f"{len(few[0].done)} at {results.label(few[0].point)}"
+    if results.config.study.repeats < MIN_REPEATS:
+        return fault
+    return fault, "measure the others with hpctrain study run --retry-failed"
 
 
 def _interleaved(results: StudyResults) -> str:
@@ -87,14 +106,17 @@ def _interleaved(results: StudyResults) -> str:
     )
 
 
-def _setup(results: StudyResults) -> str:
+def _setup(results: StudyResults) -> str | tuple[str, str]:
     if (found := results.environment) is None:
         return "environment.json is missing"
     names = ("versions", "cpu", "cores", "host", "topology", "plan", "pinning")
     missing = [name for name in names if not found.get(name)]
     missing += ["command"] * (not results.config.command.run)
-    missing += ["changes beyond the commit"] * (found.get("commit") or "").endswith("+")
-    return f"not recorded: {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"not recorded: {', '.join(missing)}"
+    if (found.get("commit") or "").endswith("+"):
+        return "not recorded: changes beyond the commit", "commit them, and measure again"
+    return ""
 
 
 def _cores(results: StudyResults) -> str:
@@ -118,13 +140,14 @@ def _quiet(results: StudyResults) -> str:
     )
 
 
-def _target(results: StudyResults) -> str:
+def _target(results: StudyResults) -> str | tuple[str, str]:
     if not results.config.study.target:
         return "the study has no target"
-    return _lacking(lambda record: record.time_to_target_s is None, "not reached")(results)
+    fault = _lacking(lambda record: record.time_to_target_s is None, "not reached")(results)
+    return (fault, "train longer, or state a lower target") if results.done else fault
 
 
-def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
+def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> Callable[[StudyResults], str]:
     """Return a check that finds the measured repeats for which ``is_bare`` is true."""
 
     def fault(results: StudyResults) -> str:
@@ -135,10 +158,16 @@ def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
 
 def _unknown(*names: str) -> _Fault:
     """Return a check that finds measured repeats in which one of the fields has no value."""
-    return _lacking(
+    lacks = _lacking(
         lambda record: any(getattr(record, name) is None for name in names),
         f"no {', '.join(names)}",
     )
+
+    def fault(results: StudyResults) -> str | tuple[str, str]:
+        is_train = results.done and results.config.command.run.startswith("hpctrain train ")
+        return (lacks(results), _UNRECORDED) if is_train else lacks(results)
+
+    return fault
 
 
 def _named(results: StudyResults, records: list[PointRecord], what: str) -> str:
@@ -149,7 +178,7 @@ def _named(results: StudyResults, records: list[PointRecord], what: str) -> str:
 
 
 def _nothing(results: StudyResults) -> str:
-    return "" if results.done else "nothing was measured"
+    return "" if results.done else _UNMEASURED
 
 
 _FAULTS: dict[str, _Fault] = {

@@ -26,7 +26,7 @@ class StudyComparison:
 
     def __init__(self, first: StudyResults, second: StudyResults, alpha: float) -> None:
         before, after = (
-            {key_of(each.point): each for each in study.summaries} for study in (first, second)
+            {key_of(each.point): each for each in study.own.summaries} for study in (first, second)
         )
         labels = {key: first.label(each.point) for key, each in (before | after).items()}
         shared = [key for key in labels if all(key in s and s[key].done for s in (before, after))]

@@ -110,8 +110,9 @@ VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads 
 
 Environment = Mapping[str, Any]
 """Environment of a study: version and reader of the format of the folder, versions, mpi (the
-library of the ranks), cpu, cores and name of the host, commit ("+" if changed), topology and plan
-of each point, slurm_job, and pinning: the allowed cores and the variables that bind ranks."""
+library of the ranks), cpu, cores and name of the host, commit ("+" if changed), files (checksums
+of the scripts), topology and plan of each point, slurm_job, and pinning: the allowed cores and the
+variables that bind ranks."""
 
 
 class StudyFolder:
@@ -122,6 +123,7 @@ class StudyFolder:
         self.file = path / "STUDY.toml"  # the configuration
         self.environment = path / "environment.json"
         self.attempts = path / "attempts"  # a folder for each repeat
+        self.imported = path / "imported"  # results of other tools
 
     def points_file(self, repeat: int) -> Path:
         """Return the file for the records of a repeat.

@@ -1,7 +1,7 @@
 """The report of a study: a page, figures as files, and a summary for a terminal."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hpctrain.report.page import (
 )
 from hpctrain.studies.checklist import MIN_REPEATS, verdicts
 from hpctrain.studies.figures import LEVELS, figures_of
+from hpctrain.studies.prediction import VALIDATION_HEADS, Prediction
 from hpctrain.studies.study_file import StudyConfig
 from hpctrain.studies.study_results import PointSummary, StudyResults
 
@@ -88,6 +89,7 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
         "<h2>Points</h2>",
         table("points", POINT_HEADS, points),
         f'<p class="soft">{_METHOD.format(warm_up=study.warm_up)}</p>',
+        *_prediction(results),
         "<h2>Points that failed</h2>" if failures else "",
         table("failed", ("point", "repeat", "folder", "error"), failures) if failures else "",
         "<h2>Checklist</h2>",
@@ -96,6 +98,17 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
         _setup(results),
     ]
     return page(shown(study.name), parts, figures)
+
+
+def _prediction(results: StudyResults) -> Iterator[str]:
+    """Yield the tables of sizes beyond the measured ones, and of their validation."""
+    found = Prediction.of(results)
+    if found.forecasts:
+        yield "<h2>Prediction</h2>"
+        yield table("predicted", found.forecast_heads, found.forecast_rows)
+        yield "<h3>Validation on measured sizes</h3>"
+        yield table("validation", VALIDATION_HEADS, found.validation_rows)
+        yield f'<p class="soft">{escape(found.text)}</p>'
 
 
 def summary_of(results: StudyResults) -> RenderableType:
@@ -144,7 +157,7 @@ def _without_extremes(times: Sequence[float | None]) -> float | None:
 
 
 def _cards(results: StudyResults) -> list[tuple[str, str]]:
-    fit = [each for each in results.summaries if each.efficiency and each.samples_per_s]
+    fit = [each for each in results.own.summaries if each.efficiency and each.samples_per_s]
     if not fit:
         return []
     last = max(fit, key=lambda each: (each.ranks, each.efficiency and each.efficiency.value))

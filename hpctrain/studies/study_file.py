@@ -16,6 +16,9 @@ from hpctrain.core.toml_values import TomlValues, flat, read_toml
 
 LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
 
+MEASURED = "python examples/measured.py --batch {rank_batch} --steps 200"
+"""Command of an example that needs no further package."""
+
 _LAYOUT = ("ranks", "nodes", "ranks_per_node")
 _ATTEMPT = ("folder", "repeat")
 

@@ -1,7 +1,7 @@
 """Results of a study for its report: records, summaries, bounds, and labels of points."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +12,7 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
+from hpctrain.studies.imported import TOOL, read_imported
 from hpctrain.studies.measurement import begin_of
 from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import Placement, Point
@@ -145,6 +146,7 @@ class StudyResults:
     records: list[PointRecord]
     directory: Path = Path()
     bound: StepBound | None = None
+    imported: list[PointRecord] = field(default_factory=list)  # of other tools
 
     @classmethod
     def read(cls, directory: Path) -> "StudyResults":
@@ -156,18 +158,31 @@ class StudyResults:
                 f"hpctrain study run writes it"
             )
         environment = folder.read_environment()  # first: it has the version of the format
-        return cls(load(folder.file), environment, folder.read_points(), directory)
+        config = load(folder.file)
+        imported = read_imported(folder, config)
+        return cls(config, environment, folder.read_points(), directory, imported=imported)
+
+    @property
+    def folder(self) -> StudyFolder:
+        """Folder of the study."""
+        return StudyFolder(self.directory)
+
+    @cached_property
+    def own(self) -> "StudyResults":
+        """The results without imported points."""
+        return replace(self, imported=[])
 
     @cached_property
     def summaries(self) -> list[PointSummary]:
-        """Summaries of all points, ordered by curve and then by number of ranks."""
+        """Summaries of own and imported points, ordered by curve and then by number of ranks."""
         factors = _curve_of(self.config.factors).items()
 
         def place(summary: PointSummary) -> list[int]:
             pairs = [(summary.point.get(name), values) for name, values in factors]
             return [[*values, mine].index(mine) for mine, values in pairs]
 
-        return sorted(summarize(self.records, self.config.study.mode), key=place)
+        records = [*self.records, *self.imported]
+        return sorted(summarize(records, self.config.study.mode), key=place)
 
     @cached_property
     def done(self) -> list[PointRecord]:
@@ -184,9 +199,11 @@ class StudyResults:
         """Summary of the study in one line."""
         host = f" on {shown(self.environment.get('host'))}" if self.environment else ""
         table = self.config.study
+        tools = dict.fromkeys(shown(each.point[TOOL]) for each in self.imported)
         return (
-            f"{shown(table.name)}: {table.mode} scaling{host}, {len(self.summaries)} points, "
-            f"{len(self.done)} repeats measured, {len(self.failed)} failed"
+            f"{shown(table.name)}: {table.mode} scaling{host}, {len(self.own.summaries)} "
+            f"points, {len(self.done)} repeats measured, {len(self.failed)} failed"
+            + ("" if not tools else f"; imported results of {', '.join(tools)}")
         )
 
     @cached_property
@@ -248,11 +265,12 @@ class StudyResults:
         return label_of(self._distinct(_curve_of(point)))
 
     def _distinct(self, point: Point) -> Point:
-        return {name: value for name, value in point.items() if name in self._varying}
+        tool = {TOOL: self.config.study.name} if self.imported else {}
+        return {n: value for n, value in {**tool, **point}.items() if n in self._varying}
 
     @cached_property
     def _varying(self) -> list[str]:
-        points = [record.point for record in self.records]
+        points = [record.point for record in (*self.records, *self.imported)]
         names = dict.fromkeys(name for point in points for name in point)
         return [name for name in names if len({repr(p.get(name)) for p in points}) > 1]
 

@@ -30,6 +30,8 @@ from hpctrain.studies.point_records import (
     StudyFolder,
 )
 from hpctrain.studies.points import PointRepeat, attempts_of
+from hpctrain.studies.repeated_failures import RepeatedFailures
+from hpctrain.studies.study_archive import checksums
 from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # shorter than a repeat
@@ -100,7 +102,7 @@ class Study:
         *,
         begun: Callable[[PointRepeat], object] = lambda _: None,
         ended: Callable[[PointRecord], object] = lambda _: None,
-    ) -> None:
+    ) -> bool:
         """Measure attempts one after the other; write each record before the next attempt begins.
 
         Each repeat has its own lease and file, so that several jobs may measure a study
@@ -111,9 +113,14 @@ class Study:
             begun: called at the start of each attempt.
             ended: called with the record of each attempt.
 
+        Returns:
+            False if the measurement stopped early, because all further attempts would fail; see
+            ``RepeatedFailures``.
+
         Raises:
             ConfigError: another process measures the same repeat, or the folder cannot be written.
         """
+        failures = None
         for repeat, found in groupby(attempts, lambda each: each.repeat):
             of_repeat = list(found)
             path = self.folder.points_file(repeat)
@@ -121,6 +128,7 @@ class Study:
                 # Another process may have measured some of the missing attempts.
                 done = {each.order for each in self.folder.read_points() if each.status == "done"}
                 left = [attempt for attempt in of_repeat if attempt.order not in done]
+                failures = failures or RepeatedFailures(self.folder.read_points())
                 self._keep_environment()
                 for attempt in left:
                     clear(self.folder, attempt)
@@ -132,6 +140,9 @@ class Study:
                     records.sync()
                     self._keep_plan(attempt)
                     ended(record)
+                    if failures.stops(record):
+                        return False
+        return True
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:
@@ -151,11 +162,11 @@ class Study:
 
     def _keep_environment(self) -> None:
         """Write the environment, or log a warning for each difference from the recorded one."""
-        now, before = _environment(), self.folder.read_environment()
+        now, before = _environment(self.config), self.folder.read_environment()
         if before is None:
             self.folder.write(self.folder.environment, now)
             return
-        for name in ("versions", "cpu", "cores", "commit"):
+        for name in ("versions", "cpu", "cores", "commit", "files"):
             if before.get(name) != now[name]:
                 logger.warning(
                     f"a study must have one environment, but {name} was {before.get(name)} at "
@@ -180,7 +191,7 @@ class Study:
         return explained_writes("the folder of a study", self.folder.path, elsewhere)
 
 
-def _environment() -> Environment:
+def _environment(config: StudyConfig) -> Environment:
     state = project(Path.cwd())
     return {
         **stamp(VERSION, READER),
@@ -189,6 +200,7 @@ def _environment() -> Environment:
         "cores": num_granted(),
         "host": platform.node(),
         "commit": f"{state['commit']}{'+' * ('changed' in state)}" if state else None,
+        "files": checksums(config),
         "topology": {},
         "plan": {},
         "slurm_job": job_id() or None,

@@ -73,6 +73,20 @@ def test_the_study_that_init_writes_runs_in_an_empty_folder():
     assert sorted(path.name for path in Path("examples").iterdir()) == ["digits.py", "digits.toml"]
 
 
+def test_without_scikit_learn_the_study_measures_a_script_that_needs_only_torch(monkeypatch):
+    monkeypatch.setattr("hpctrain.cli.study.find_spec", lambda _name: None)
+    assert "wrote examples/measured.py" in run("init", "strong.toml").stdout
+    assert "20 of 20 are still" in run("run", "strong.toml", "--dry-run").stdout
+
+
+def test_a_run_stops_at_an_error_that_no_point_causes():
+    Path("fake.sh").write_text("echo no data; exit 1")
+    result = run("run", "study.toml", "--out", "here")
+    assert result.exit_code == 1
+    assert "0 of 12 measured, 3 failed" in result.stdout
+    assert "stopped: the last attempts failed with one error that no point causes" in result.stdout
+
+
 def commands():
     """Return every distinct command line of the guide and of the help."""
     texts = [(resources.files("hpctrain.guide") / "studies.md").read_text()]
@@ -81,7 +95,7 @@ def commands():
     return list(dict.fromkeys(re.split(r"\s{3,}|\s+#", each)[0] for each in found))
 
 
-NAMES = ("init", "run", "report", "compare")
+NAMES = ("init", "run", "import", "predict", "report", "compare", "export", "reproduce")
 
 
 def test_commands_of_guide_and_help_run(monkeypatch):
@@ -93,6 +107,7 @@ def test_commands_of_guide_and_help_run(monkeypatch):
     for place in (Path("examples"), Path("train.py")):
         place.symlink_to(ROOT / "examples" / ("" if place.name == "examples" else "measured.py"))
     Path("cluster.toml").write_text("nodes = 8\n")
+    Path("ddp.csv").write_text("nodes,ranks,seconds,samples,codec\n1,1,0.1,64,none\n")
     lines = commands()
     assert {line.split()[0] for line in lines} == set(NAMES)
     assert len(lines) > 10
@@ -102,6 +117,10 @@ def test_commands_of_guide_and_help_run(monkeypatch):
             Path(words[1]).unlink(missing_ok=True)
         if words[0] == "report" and "--out" not in words:
             words += ["--help"]  # one drawn figure is sufficient
+        if words[0] == "export":
+            (Path("data") / "small").mkdir(parents=True, exist_ok=True)
+        if words[0] == "reproduce":
+            words += ["--help"]  # tests/studies/test_archive.py measures again
         if words[0] == "run":  # other tests check the started commands
             words += ["--dry-run", "--out", "fresh"]
         assert run(*words).exit_code == 0, line

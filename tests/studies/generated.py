@@ -36,7 +36,9 @@ def config(factors=None, **changes):
     }
     factors = factors or FACTORS
     codec = " --set sync.compression={codec}" if "codec" in factors else ""
-    command = CommandTable(run=f"hpctrain train digits.toml{codec}", launcher="mpirun -n {ranks}")
+    batch = " --set train.global_batch={global_batch}" if "batch" in factors else ""
+    run = f"hpctrain train digits.toml{codec}{batch}"
+    command = CommandTable(run=run, launcher="mpirun -n {ranks}")
     return StudyConfig(factors=factors, study=StudyTable(**table), command=command)
 
 

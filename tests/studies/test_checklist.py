@@ -127,6 +127,24 @@ def test_other_violations_of_a_rule_are_reported(results, name, reason):
     assert reason in verdict.fault
 
 
+@pytest.mark.parametrize(
+    ("results", "name", "remedy"),
+    [
+        (with_environment(commit="1a2d1ae+"), "setup", "commit them, and measure again"),
+        (with_environment(commit=None, mpi=None, plan=None), "setup", "let hpctrain study run"),
+        (with_one(**FAILED, error="exit code 1"), "repeats", "study run --retry-failed"),
+        (asking(repeats=4), "repeats", None),
+        (with_records(time_to_target_s=None), "target", "train longer, or state a lower"),
+        (generated.complete(records=[]), "parts", "measure points with hpctrain study run"),
+        (with_records(input_s=None), "input", "hpctrain train does not record"),
+    ],
+)
+def test_the_remedy_fits_the_study(results, name, remedy):
+    [verdict] = [each for each in verdicts(results) if each.name == name]
+    assert (remedy in verdict.advice) if remedy else not verdict.advice
+    assert "commit" not in verdict.advice or "changes beyond the commit" in verdict.fault
+
+
 def test_weak_scaling_needs_a_constant_batch_per_rank():
     records = [
         replace(each, samples=each.samples * each.point["ranks"]) for each in generated.records()

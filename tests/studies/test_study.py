@@ -113,6 +113,36 @@ def test_a_failed_point_is_recorded_with_its_error_and_the_study_continues(tmp_p
     assert [a.point["ranks"] for a in study.missing(failed=True)] == [2, 2]
 
 
+def test_a_study_stops_at_an_error_that_no_point_causes(tmp_path):
+    study = Study(config("echo rank {ranks}: no data >&2; exit 2", repeats=5), tmp_path)
+    study.prepare()
+    assert not study.measure(study.missing())
+    assert len(points(tmp_path)) == 3
+    assert len(study.missing()) == 12
+    assert not study.measure(study.missing())  # the same command continues with the other points
+    assert len(points(tmp_path)) == 6
+
+
+def test_a_study_stops_if_points_fail_that_succeeded_before(tmp_path):
+    study = Study(config(f"[ ! -e {tmp_path}/broken ]", repeats=3), tmp_path)
+    study.prepare()
+    assert study.measure(study.missing(repeat=0))
+    (tmp_path / "broken").touch()
+    assert not study.measure(study.missing())
+    assert len(points(tmp_path)) == 6
+
+
+def test_errors_of_some_points_do_not_stop_a_study(tmp_path):
+    after = "echo out of memory >&2\n[ {ranks} = 3 ] || exit 3"
+    study = Study(config(after, repeats=3), tmp_path)
+    study.prepare()
+    assert study.measure(study.missing())
+    assert len(points(tmp_path)) == 9
+    different = Study(config("mktemp -u XXXXXXXXXX; exit 1"), tmp_path / "different")
+    different.prepare()
+    assert different.measure(different.missing())
+
+
 @pytest.mark.parametrize(
     ("command", "output"),
     [

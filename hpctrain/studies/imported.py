@@ -1,0 +1,136 @@
+"""Results of other tools, which the report of a study shows with its own points."""
+
+import csv
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.studies.point_records import PointRecord, StudyFolder
+from hpctrain.studies.points import Placement, Point, PointRepeat, layout_of
+from hpctrain.studies.study_file import StudyConfig
+
+TOOL = "tool"
+"""Name of the factor that distinguishes imported points from the points of the study."""
+
+_NEEDED = ("nodes", "ranks", "seconds")
+_REMEDY = "correct the file, and import it again"
+
+
+def import_file(folder: StudyFolder, config: StudyConfig, path: Path, tool: str) -> int:
+    """Copy a CSV file of results into the folder of a study; return the number of its rows.
+
+    Raises:
+        ConfigError: the name of the tool is invalid.
+        DataError: the file is invalid; nothing is copied.
+    """
+    if re.fullmatch(r"\w[\w. +-]*", tool) is None or tool == config.study.name:
+        raise ConfigError(
+            f"--name must be letters, digits, space and . + - and differ from the name of the "
+            f"study, got {tool!r}; use the name of the tool, such as DDP"
+        )
+    records = _records_of(path, config, tool)
+    folder.imported.mkdir(exist_ok=True)
+    folder.write(folder.imported / f"{tool}.csv", _text_of(path))
+    return len(records)
+
+
+def read_imported(folder: StudyFolder, config: StudyConfig) -> list[PointRecord]:
+    """Return the records of all imported files. Raises ``DataError`` if a file is invalid."""
+    paths = sorted(folder.imported.glob("*.csv"))
+    return [record for path in paths for record in _records_of(path, config, path.stem)]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"imported results must be a CSV file, but reading {path} failed: {error}; write "
+            f"lines with {', '.join(_NEEDED)}"
+        ) from None
+
+
+def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]:
+    rows = csv.DictReader(_text_of(path).splitlines(), skipinitialspace=True)
+    heads = [name.strip() for name in rows.fieldnames or ()]
+    rows.fieldnames = heads
+    factors = [name for name in config.factors if name not in Placement._fields]
+    valid = (*_NEEDED, "samples", *factors)
+    missing = [name for name in _NEEDED if name not in heads]
+    if missing or not set(heads) <= set(valid):
+        raise DataError(
+            f"{path} must begin with the names of its columns, of {', '.join(valid)}, got "
+            f"{', '.join(heads) or 'nothing'}; samples are those of all ranks in a step and may "
+            f"be omitted if a batch of the study gives them"
+        )
+    found: list[PointRecord] = []
+    repeats = Counter[str]()
+    for row in rows:
+        try:
+            point = _point_of(row, config, tool)
+            record = _record_of(row, point, config, repeats[repr(point)], len(found))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {rows.line_num}, must have integers above 0 for nodes and ranks, "
+                f"and a time above 0 in seconds: {error}; {_REMEDY}"
+            ) from None
+        repeats[repr(point)] += 1
+        found.append(record)
+    if not found:
+        raise DataError(f"{path} must have a row for each repeat of a point, got none; {_REMEDY}")
+    return found
+
+
+def _point_of(row: Mapping[str, str], config: StudyConfig, tool: str) -> Point:
+    """Return the point of a row, with the factors that the study uses."""
+    ranks, nodes = int(row["ranks"]), int(row["nodes"])
+    if not 1 <= nodes <= ranks:
+        raise ValueError(f"got {ranks} ranks on {nodes} nodes")
+    layout = Placement(ranks, nodes, -(-ranks // nodes))
+    of_study = {n: v for n, v in layout._asdict().items() if n in config.factors}
+    is_whole = layout_of(of_study) == layout
+    place = of_study if is_whole else {"ranks": ranks, "nodes": nodes}
+    others = {
+        name: _value_of(row[name], values) if row.get(name) else values[0]
+        for name, values in config.factors.items()
+        if name not in Placement._fields and (row.get(name) or len(values) == 1)
+    }
+    return {TOOL: tool, **place, **others}
+
+
+def _value_of(text: str, values: Sequence[Any]) -> Any:
+    """Return the value of a factor that has this text; the text itself if there is none."""
+    return next((each for each in values if str(each) == text.strip()), text.strip())
+
+
+def _record_of(
+    row: Mapping[str, str], point: Point, config: StudyConfig, repeat: int, order: int
+) -> PointRecord:
+    seconds = float(row["seconds"])
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"got {seconds} s")
+    ranks = int(row["ranks"])
+    if row.get("samples"):
+        samples = round(float(row["samples"]))
+    elif "batch" in point:
+        is_weak = point.get("mode", config.study.mode) == "weak"
+        samples = int(point["batch"]) * (ranks if is_weak else 1)
+    else:
+        raise ValueError("the study gives no batch, so column samples is required")
+    table, attempt = config.study, PointRepeat(point=point, repeat=repeat, order=order)
+    return PointRecord(
+        **asdict(attempt),
+        status="done",
+        oversubscribed=attempt.is_oversubscribed(table.cores, table.hosts),
+        started="",
+        folder="",
+        num_steps=1,
+        step_s=[seconds],
+        samples=samples,
+        seconds=seconds,
+    )
