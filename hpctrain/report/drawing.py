@@ -12,30 +12,55 @@ from hpctrain.report.figure import RANKS, Figure, Series
 # Tol's bright colours are distinct for colour-blind readers, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
 
+# Shapes, which distinguish series on a print without colours.
+MARKERS = "osD^vP*X"
+HATCHES = ("", "////", "....", "xx", "--", "++", "oo", "**")
+
 _WIDTH = 75  # characters of a warning
+_GREY = "#5b646e"
 _ROOM = 1.3  # height of the axis relative to the stacked parts, to leave space for the legend
 
 
 def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Path]:
     """Draw each figure into a PNG and an SVG file in a folder, and return the paths.
 
-    ``about`` is the caption below each figure.
+    ``about`` is the text above each figure; the note of the figure is below it.
 
     Raises:
         ConfigError: matplotlib is not installed.
         OSError: a file cannot be written.
     """
     paths = []
-    with _canvases() as new_canvas:
+    with canvases() as new_canvas:
         folder.mkdir(exist_ok=True)
         for figure in figures:
-            canvas = new_canvas(figsize=(7, 4.8), layout="constrained")
-            _draw(canvas.subplots(), figure)
-            canvas.supxlabel(about, x=0.01, ha="left", fontsize=7, color="#5b646e")
+            canvas = draw_page(new_canvas(figsize=(7, 5.4)), [figure], about)
             for ending in ("png", "svg"):
                 paths.append(folder / f"{figure.name}.{ending}")
                 canvas.savefig(paths[-1], dpi=120)
     return paths
+
+
+def draw_page(canvas: Any, figures: Sequence[Figure], about: str) -> Any:
+    """Draw figures side by side with ``about`` above and their notes below; return the canvas."""
+    canvas.set_layout_engine("constrained")
+    inches = canvas.get_figwidth()
+    title, *lines = about.split("\n")
+    space = "\n" * len(lines)
+    canvas.suptitle(title + space, x=0.01, ha="left", fontsize=8 + inches / 6, fontweight="bold")
+    size = 6 + inches / 7
+    above = {"x": 0.01, "ha": "left", "va": "top", "fontsize": size, "color": _GREY}
+    canvas.text(
+        y=0.985 - (14 + inches / 3) / 72 / canvas.get_figheight(), s="\n".join(lines), **above
+    )
+    for axes, figure in zip(
+        canvas.subplots(1, len(figures), squeeze=False)[0], figures, strict=True
+    ):
+        _draw(axes, figure)
+    notes = " ".join(dict.fromkeys(figure.note for figure in figures))
+    note = fill(notes, round(17 * inches))
+    canvas.supxlabel(note, x=0.01, ha="left", fontsize=size, color=_GREY)
+    return canvas
 
 
 def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = "") -> None:
@@ -48,7 +73,7 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
         OSError: the file cannot be written.
     """
     num_rows = max(1, (len(figures) + 1) // 2)
-    with _canvases() as new_canvas:
+    with canvases() as new_canvas:
         canvas = new_canvas(figsize=(12, 0.9 + 3.4 * num_rows), layout="constrained")
         canvas.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
         panels = canvas.subplots(num_rows, 2, squeeze=False).flatten()
@@ -56,7 +81,7 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
             _draw(axes, figure)
         for axes in panels[len(figures) :]:
             axes.set_axis_off()
-        canvas.supxlabel(about, x=0.01, ha="left", fontsize=9, color="#5b646e")
+        canvas.supxlabel(about, x=0.01, ha="left", fontsize=9, color=_GREY)
         canvas.savefig(path, dpi=120)
 
 
@@ -68,7 +93,12 @@ def missing(name: str) -> ConfigError:
 
 
 @contextmanager
-def _canvases() -> Iterator[Any]:
+def canvases() -> Iterator[Any]:
+    """Yield a function that creates an empty page of figures.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib import figure, rc_context  # noqa: PLC0415 - an optional package
     except ImportError:
@@ -90,6 +120,7 @@ def _draw(axes: Any, figure: Figure) -> None:
         shift = 0 if figure.is_stacked else (number - (len(figure.series) - 1) / 2) * width
         bottom = [below[name] for name in series.x]
         look: dict[str, Any] = {"label": series.name, "color": _colour(series), "bottom": bottom}
+        look |= {"hatch": HATCHES[series.colour % len(HATCHES)], "edgecolor": "white"}
         axes.bar([place + shift for place in x], series.y, width, **look)
         if figure.is_stacked:
             below |= {n: (y or 0) + b for n, y, b in zip(series.x, series.y, bottom, strict=True)}
@@ -144,15 +175,15 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
         axes.plot(x, series.y, linestyle=series.kind, linewidth=width, label=series.name, **style)
     elif series.kind == "linked":
         style |= {"markersize": 3 * width, "linewidth": width, "label": series.name}
-        axes.plot(x, series.y, "o-", **style)
+        axes.plot(x, series.y, f"{_marker(series)}-", **style)
     elif series.kind == "faint":
         axes.plot(x, series.y, linewidth=0.8, alpha=0.3, **style)
     elif series.kind == "repeats":
-        axes.plot(x, series.y, "o", markersize=2.5, alpha=0.4, label=series.name, **style)
+        axes.plot(x, series.y, "x", markersize=4, alpha=0.6, label=series.name, **style)
     elif series.kind != "area":
         around = [series.below, series.above] if series.below else None
         face = {"markerfacecolor": "none"} if series.kind == "hollow" else {}
-        style |= {"fmt": "o", "capsize": 3, "label": series.name, **face}
+        style |= {"fmt": _marker(series), "capsize": 3, "label": series.name, **face}
         axes.errorbar(x, series.y, around, **style)
 
 
@@ -161,6 +192,10 @@ def _draw_areas(axes: Any, areas: list[Series]) -> None:
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)
+
+
+def _marker(series: Series) -> str:
+    return MARKERS[series.colour % len(MARKERS)]
 
 
 def _colour(series: Series) -> str:

@@ -151,20 +151,30 @@ def test_a_legend_has_exactly_the_drawn_series(bound):
     assert {*efficiency} >= {"ideal"}
     assert any(text.startswith("ratio of medians, bars: ") for text in efficiency)
     assert "each repeat" not in efficiency
-    assert found["efficiency"].y_label == "parallel efficiency"
+    assert found["efficiency"].y_label == "fraction of linear scaling"
 
 
-def test_the_caption_has_machine_mode_and_batch():
-    caption = generated.complete().caption
-    for text in ("digits: strong scaling, 64 samples in a step of all ranks", "login1, AMD EPYC"):
-        assert text in caption
-    assert "4 cores on each of 1 hosts, torch 2.13.0, Open MPI 5.0.11" in caption
+def test_the_caption_has_mode_model_batch_machine_versions_and_date():
+    asked = generated.config(model="CNN of 1 M parameters")
+    records = generated.records(gpu="NVIDIA H200")
+    assert generated.complete(config=asked, records=records).caption.splitlines() == [
+        "digits: strong scaling of CNN of 1 M parameters",
+        "64 samples in a step of all ranks",
+        "login1, NVIDIA H200 for each rank, AMD EPYC 7763, 4 cores on each of 1 hosts",
+        "hpctrain ?, torch 2.13.0, Open MPI 5.0.11, 2026-11-25",
+    ]
+
+
+def test_the_cost_of_ranks_with_gpus_is_in_gpu_hours():
+    costs = figures(generated.complete(records=generated.records(gpu="NVIDIA H200")))
+    assert costs["core-hours"].y_label == "GPU-hours per million samples"
+    assert figures(generated.complete())["core-hours"].y_label.startswith("core-hours")
 
 
 def test_samples_per_step_are_an_integer_or_a_mean():
     records = [replace(each, samples=each.samples - 5) for each in generated.records()]
     caption = generated.complete(records=records).caption
     mean = records[0].samples / records[0].num_steps
-    assert f", on average {mean:.1f} samples in a step" in caption
+    assert f"on average {mean:.1f} samples in a step" in caption
     about = generated.environment(mpi=None)
     assert "no MPI library recorded" in generated.complete(environment=about).caption
