@@ -24,8 +24,10 @@ from hpctrain.cli.options import (
     option,
     takes,
 )
+from hpctrain.cluster.machine_load import LOAD_S, measured_for
 from hpctrain.core import atomic, keys
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.logs import logger
 from hpctrain.core.units import format_seconds, parse_number
 from hpctrain.cost import machine as machines
 from hpctrain.launch.slurm import batch_script, scheduler
@@ -151,6 +153,10 @@ def run(options: StudyOptions) -> None:
     fails is recorded with its last lines of output, and the study continues; the exit code is then
     1.
 
+    Each rank samples its memory and the bytes that it reads and writes once per second, and, where
+    readable, energy (Cray pm_counters, RAPL) and GPUs (NVML by the package nvidia-ml-py, ROCm SMI).
+    This takes at most 1 % of the time. A busy node is reported, and disturbed points are marked.
+
     DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point of repeat N,
     and attempts/ with all output.
 
@@ -173,6 +179,8 @@ def run(options: StudyOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         # An exception ends the ranks of the present point.
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    if attempts and (load := measured_for(LOAD_S)) is not None and load.fault:
+        logger.warning(f"{load.fault}; stop the study, and continue it when the node is idle")
     with StudyBar(found, attempts) as bar:
         found.measure(attempts, begun=bar.begun, ended=bar.ended)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
+from hpctrain.studies.resources import RankSamples, resources_of
 
 SMOOTHED = 10  # steps whose mean loss is compared with a target
 MOST_PART = 1.05  # maximum of a part relative to its step; the clocks of both may differ
@@ -35,7 +36,8 @@ def measure(
     Raises:
         DataError: ranks are missing, a record is impossible, or no step remains after the warm-up.
     """
-    lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
+    paths = sorted(folder.glob("*.jsonl"))
+    lines = [read(path, key="at") for path in paths]
     if len(lines) != ranks:
         raise DataError(
             f"every rank must call hpctrain.record(step=..., samples=...), but {len(lines)} of "
@@ -73,6 +75,11 @@ def measure(
     with np.errstate(invalid="ignore"):  # a step may have no recorded loss
         losses = np.nansum(column("loss") * weights, axis=1) / weights.sum(axis=1)
     name, metric = _metric(lines, target)
+    first, last = steps[dropped], steps[-1]
+    samples_of_ranks = [
+        RankSamples.read(path, rank[first]["at"] - rank[first]["seconds"], rank[last]["at"])
+        for path, rank in zip(paths, of_ranks, strict=True)
+    ]
     return {
         "num_steps": len(step_s),
         "warm_up_steps": dropped,
@@ -86,6 +93,7 @@ def measure(
         "metric": metric,
         "metric_name": name,
         **_reached(lines, steps, losses, target),
+        **resources_of(samples_of_ranks, float(step_s.mean())),
     }
 
 

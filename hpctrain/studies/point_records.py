@@ -68,10 +68,14 @@ class LearningRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRecord:
-    """Load of the host that started the repeat, measured at the end of the repeat."""
+    """Load of the hosts of a repeat: ``other_cores`` and ``mhz`` of all hosts during the steps.
+
+    The other values are of the host that started the repeat, at its end. So are these two if the
+    steps are shorter than the time between two samples.
+    """
 
     load: float | None = None
-    other_cores: float | None = None  # mean number of cores that other processes used
+    other_cores: float | None = None  # mean number of cores that others used, on the worst host
     machine_cores: int | None = None
     mhz: float | None = None  # mean clock rate of the cores
     celsius: float | None = None  # highest temperature of a sensor of the processors
