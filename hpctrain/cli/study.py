@@ -154,7 +154,7 @@ def run(options: StudyOptions) -> None:
     1.
 
     Each rank samples its memory and the bytes that it reads and writes once per second, and, where
-    readable, energy (Cray pm_counters, RAPL) and GPUs (NVML by the package nvidia-ml-py, ROCm SMI).
+    readable, energy (Cray pm_counters, RAPL) and GPUs (ROCm SMI, NVML by nvidia-ml-py).
     This takes at most 1 % of the time. A busy node is reported, and disturbed points are marked.
 
     DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point of repeat N,

@@ -75,11 +75,6 @@ def measure(
     with np.errstate(invalid="ignore"):  # a step may have no recorded loss
         losses = np.nansum(column("loss") * weights, axis=1) / weights.sum(axis=1)
     name, metric = _metric(lines, target)
-    first, last = steps[dropped], steps[-1]
-    samples_of_ranks = [
-        RankSamples.read(path, rank[first]["at"] - rank[first]["seconds"], rank[last]["at"])
-        for path, rank in zip(paths, of_ranks, strict=True)
-    ]
     return {
         "num_steps": len(step_s),
         "warm_up_steps": dropped,
@@ -93,8 +88,19 @@ def measure(
         "metric": metric,
         "metric_name": name,
         **_reached(lines, steps, losses, target),
-        **resources_of(samples_of_ranks, float(step_s.mean())),
+        **resources_of(_samples(paths, of_ranks, steps[dropped:]), float(step_s.mean())),
     }
+
+
+def _samples(
+    paths: Iterable[Path], of_ranks: Iterable[dict[int, dict[str, Any]]], counted: Sequence[int]
+) -> list[RankSamples]:
+    """Return the samples of each rank that cover its counted steps."""
+    first, last = counted[0], counted[-1]
+    return [
+        RankSamples.read(path, rank[first]["at"] - rank[first]["seconds"], rank[last]["at"])
+        for path, rank in zip(paths, of_ranks, strict=True)
+    ]
 
 
 def _known(

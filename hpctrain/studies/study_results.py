@@ -325,8 +325,8 @@ def _remarks(
     if disturbed := [each for each in summary.done if each.is_disturbed]:
         worst = max(disturbed, key=lambda each: each.other_cores or 0.0)
         yield (
-            f"{len(disturbed)} of {num} repeats at {where} were measured next to other work, "
-            f"which used up to {worst.other_cores:.1f} of {worst.machine_cores} cores."
+            f"Other work disturbed {len(disturbed)} of {num} repeats at {where}: it used up to "
+            f"{worst.other_cores:.1f} of {worst.machine_cores} cores."
         )
     if throttled := [each for each in summary.done if each.num_throttled]:
         yield f"The processor was throttled in {len(throttled)} of {num} repeats at {where}."
