@@ -177,7 +177,7 @@ class _Layout:
     WIDTH, HEIGHT, MARGIN = 8.27, 11.69, 0.75  # inches
     SIZE, SMALL = 9.0, 7.5  # points of paragraphs and of tables
     LEADING = 1.35
-    PER_LINE = 108  # characters of a line of a paragraph
+    PER_LINE = 102  # characters of a line of a paragraph
 
     def __init__(self, new_canvas: Any) -> None:
         self._new_canvas = new_canvas
@@ -191,7 +191,7 @@ class _Layout:
             self._text(line, 15, weight="bold")
         for section in document.sections:
             self._skip(0.12)
-            self._reserve(0.8)  # no title at the end of a page
+            self._reserve(1.6)  # no title at the end of a page, and no short script on two
             self._text(_line(section.title), 11, weight="bold")
             for block in section.blocks:
                 self._skip(0.06)

@@ -17,6 +17,7 @@ MARKERS = "osD^vP*X"
 HATCHES = ("", "////", "....", "xx", "--", "++", "oo", "**")
 
 _WIDTH = 75  # characters of a warning
+_SHIFT = 6.0  # points to the right, for each further curve
 _GREY = "#5b646e"
 _ROOM = 1.3  # height of the axis relative to the stacked parts, to leave space for the legend
 
@@ -114,7 +115,8 @@ def _draw(axes: Any, figure: Figure) -> None:
     for number, series in enumerate(figure.series):
         x = series.x if figure.x_label else [names.index(name) for name in series.x]
         if series.kind != "bars":
-            _draw_points(axes, series, x)
+            place = _beside(axes, series) if figure.x_label == RANKS else axes.transData
+            _draw_points(axes, series, x, place)
             continue
         width = 0.8 if figure.is_stacked else 0.8 / len(figure.series)
         shift = 0 if figure.is_stacked else (number - (len(figure.series) - 1) / 2) * width
@@ -163,14 +165,17 @@ def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:
         axes.set_ylim(0, room * top if figure.top or room > 1 else None)
 
 
-def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
+def _draw_points(axes: Any, series: Series, x: list[Any], place: Any) -> None:
+    """Draw a series; ``place`` is the transform of its points."""
     style: dict[str, Any] = {"color": _colour(series)}
     if not series.x:  # an empty series has no legend
         return
+    if series.kind in ("points", "hollow", "repeats"):
+        style["transform"] = place
     width = 0.8 * series.width
     if series.kind == "marks":
-        for place in x:
-            axes.axvline(place, linestyle=":", linewidth=1.2, label=series.name, **style)
+        for each in x:
+            axes.axvline(each, linestyle=":", linewidth=1.2, label=series.name, **style)
     elif series.kind in ("solid", "dashed", "dotted"):
         axes.plot(x, series.y, linestyle=series.kind, linewidth=width, label=series.name, **style)
     elif series.kind == "linked":
@@ -185,6 +190,21 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
         face = {"markerfacecolor": "none"} if series.kind == "hollow" else {}
         style |= {"fmt": _marker(series), "capsize": 3, "label": series.name, **face}
         axes.errorbar(x, series.y, around, **style)
+
+
+def _beside(axes: Any, series: Series) -> Any:
+    """Return a transform that separates error bars of curves at the same x by some points."""
+    from matplotlib.transforms import offset_copy  # noqa: PLC0415 - an optional package
+
+    # The limits of the axes do not include what is drawn by another transform.
+    nothing = [0.0] * len(series.x)
+    ends = zip(series.y, series.below or nothing, series.above or nothing, strict=True)
+    for x, (y, below, above) in zip(series.x, ends, strict=True):
+        if y is not None:
+            axes.update_datalim([(x, y - below), (x, y + above)])
+    axes.autoscale_view()
+    shift = _SHIFT * (series.colour % len(MARKERS))
+    return offset_copy(axes.transData, fig=axes.figure, x=shift, units="points")
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:

@@ -158,8 +158,10 @@ class Proposal:
         for title, limit in self.limits.items():
             text = f"{title}: {limit.text}"
             if limit.largest is not None and (hours := self._node_hours(limit.largest)):
-                text += f" There, {self._amount} costs {hours:.3g} node-hours."
+                text += f" At {limit.largest.size}, {self._amount} costs {hours:.3g} node-hours."
             found.append(text)
+        if self.results.remarks:
+            found.append("Attention: some points were disturbed; see the conditions below.")
         return found
 
     def _setup(self) -> list[str]:
@@ -170,7 +172,8 @@ class Proposal:
         cores = table.cores or about.get("cores") or "?"
         gpu = f", {results.gpu} for each rank" if results.gpu else ""
         machine = f"{about.get('host') or 'unknown host'}, {about.get('cpu') or 'unknown CPU'}"
-        mpi, commit = (about.get(name) or f"no {name} recorded" for name in ("mpi", "commit"))
+        mpi = about.get("mpi") or "MPI library not recorded"
+        commit = about.get("commit") or "not recorded"
         return [
             f"Model: {results.model}. Command: {results.config.command.run}",
             f"Machine: {machine}, {cores} cores on each of {table.hosts} hosts{gpu}.",

@@ -130,6 +130,32 @@ def test_speed_up_and_core_hours_follow_from_efficiency_and_rate():
     assert len({*series(found["core-hours"], "dashed")[0].y}) <= 4
 
 
+def test_error_bars_of_curves_are_separated_and_inside_the_axes():
+    noisy = {"ranks": 2, "codec": "bf16"}
+    records = [
+        replace(each, step_s=[9.0**each.repeat * s for s in each.step_s])
+        if each.point == noisy
+        else each
+        for each in generated.records()
+    ]
+    results = generated.complete(records=records)
+    for name, is_shifted in (("time", True), ("learned-by-bytes", False)):
+        axes = matplotlib.figure.Figure().subplots()
+        figure = figures(results)[name]
+        drawing._draw(axes, figure)
+        points = series(figure, "points", "hollow")
+        for each in points:
+            for y, below, above in zip(each.y, each.below or [0], each.above or [0], strict=False):
+                low, high = axes.get_ylim()
+                assert low <= y - below <= y + above <= high
+        drawn = [line for line in axes.get_lines() if line.get_marker() in drawing.MARKERS]
+        on_screen = [line.get_transform().transform((2, 1))[0] for line in drawn]
+        x = {round(float(each), 3) for each in on_screen}
+        assert len(x) == (2 if is_shifted else 1)
+        markers = {line.get_marker() for line in drawn}
+        assert markers == {drawing.MARKERS[each.colour] for each in points}
+
+
 def legend_of(figure):
     canvas = matplotlib.figure.Figure()
     axes = canvas.subplots()

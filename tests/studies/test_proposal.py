@@ -196,6 +196,7 @@ def test_points_next_to_other_work_are_flagged():
     label = results.label(busy.point)
     text = text_of(Proposal(results, Centre.named("generic")).document())
     assert f"Other work disturbed 1 of 5 repeats at {label}: it used up to 3.1 of 4 cores" in text
+    assert "Attention: some points were disturbed" in text
     assert f"throttled in 1 of 5 repeats at {label}" in text
     slow = [replace(r, mhz=1500.0) if r.point == busy.point else r for r in records]
     [remark] = replace(results_of(), records=slow).remarks
