@@ -6,6 +6,7 @@ from hpctrain.async_sgd.sharded_embedding import ShardedEmbedding as ShardedEmbe
 from hpctrain.async_sgd.stale_synchronous import StaleSynchronous as StaleSynchronous
 from hpctrain.async_sgd.staleness import stable_rate as stable_rate
 from hpctrain.cluster.env import STOPPED as STOPPED
+from hpctrain.cluster.step_records import record as record
 from hpctrain.collectives.allgather import allgather as allgather
 from hpctrain.collectives.allgather import allgather_async as allgather_async
 from hpctrain.collectives.allgather import grouped_allgather as grouped_allgather
@@ -58,7 +59,6 @@ from hpctrain.core.errors import OperationMismatchError as OperationMismatchErro
 from hpctrain.core.errors import RankLostError as RankLostError
 from hpctrain.core.errors import ReplicaError as ReplicaError
 from hpctrain.core.errors import TopologyError as TopologyError
-from hpctrain.core.records import record as record
 from hpctrain.data.distributed_loader import shard_data as shard_data
 from hpctrain.gradients.batch_norm import SyncBatchNorm as SyncBatchNorm
 from hpctrain.gradients.noise_watch import watch_noise as watch_noise

@@ -375,7 +375,7 @@ def _manifest(
     return CheckpointManifest(
         step=options.step,
         world=len(records),
-        facts=options.facts,
+        facts=dict(options.facts),
         skeleton=skeleton,
         files=tuple(record for record in records if record is not None),
         tensors={

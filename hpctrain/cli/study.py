@@ -22,15 +22,19 @@ from hpctrain.cli.options import (
     option,
     takes,
 )
+from hpctrain.cluster.machine_load import LOAD_S, measured_for
 from hpctrain.core import atomic, keys
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_seconds
+from hpctrain.core.logs import logger
+from hpctrain.core.units import format_seconds, parse_number
 from hpctrain.cost import machine as machines
 from hpctrain.launch.slurm import batch_script, scheduler
+from hpctrain.report.document import write_documents
 from hpctrain.studies import comparison, points, study_file
 from hpctrain.studies import report as reports
 from hpctrain.studies import study_results as measured
 from hpctrain.studies import study_run as studies
+from hpctrain.studies.proposal import Centre, Proposal
 from hpctrain.train.console import make_console
 
 if TYPE_CHECKING:
@@ -163,6 +167,10 @@ def run(options: StudyOptions) -> None:
     Relative paths start at the current directory. Only modules that a TOML file names are searched
     next to this file first.
 
+    Each rank samples its memory and the bytes that it reads and writes once per second, and, where
+    readable, energy (Cray pm_counters, RAPL) and GPUs (ROCm SMI, NVML by nvidia-ml-py).
+    This takes at most 1 % of the time. A busy node is reported, and disturbed points are marked.
+
     DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point of repeat N,
     and attempts/ with all output.
 
@@ -182,6 +190,8 @@ def run(options: StudyOptions) -> None:
     if options.slurm:
         _submit(found, attempts, options)
         return
+    if attempts and (load := measured_for(LOAD_S)) is not None and load.fault:
+        logger.warning(f"{load.fault}; stop the study, and continue it when the node is idle")
     is_complete = study_bar.measure(found, attempts)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]
     remedy = "; --retry-failed measures the failed points again" if failed else ""
@@ -205,23 +215,44 @@ def report(
     *,
     machine: Path | None = option(None, "FILE", "Machine as TOML, for a bound."),
     out: Path | None = option(None, "DIR", "Directory to write into.", shown="DIR"),
+    centre: Literal["csc", "eurohpc", "generic"] | None = option(
+        None, "csc|eurohpc|generic", "Also write the scaling report of a proposal.", "--for"
+    ),
+    samples: str | None = option(
+        None, "N", "Samples of the whole training, such as 1.2M.", shown="1M, or to the target"
+    ),
+    efficiency: float | None = option(
+        None, "E", "Required efficiency.", shown="of the centre", min=0.01, max=1
+    ),
 ) -> None:
     """Write the page report.html and figures as PNG and SVG, and print a summary.
 
     The page can be read without a network. Its checklist shows the rules for performance reports
     that the study follows; for each other rule, it shows which facts are missing.
 
+    --for also writes the report that computing centres request with a proposal, as proposal.md,
+    proposal.tex (the tables) and proposal.pdf: speed-up, efficiency, cost, memory, energy, the
+    largest size with the required efficiency, and a job script. CSC compares each size with the
+    next smaller one, the others with the smallest one.
+
     Examples:
       hpctrain study report studies/digits-strong
 
       hpctrain study report studies/digits-strong --machine cluster.toml --out digits
+
+      hpctrain study report studies/digits-strong --for eurohpc --samples 1.2M
     """
+    num_samples = None if samples is None else parse_number(samples)
     results = measured.StudyResults.read(directory)
     if machine is not None:
         results = results.with_bound(machines.Machine.read(machine))
     make_console(shown=True).print(reports.summary_of(results))
     page, *figures = reports.write_report(results, out or directory)
     typer.echo(f"wrote {page}, and {len(figures)} figures into plots in the same directory")
+    if centre is not None:
+        evidence = Proposal(results, Centre.named(centre, efficiency), num_samples)
+        for path in write_documents(evidence.document(), out or directory, "proposal"):
+            typer.echo(f"wrote {path}")
 
 
 @app.command()

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from hpctrain.cli import study_bar
-from hpctrain.cli.options import FAILED, argument, option, plural
+from hpctrain.cli.options import FAILED, argument, option
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import plural
 from hpctrain.report.page import text_table
 from hpctrain.studies import imported as imports
 from hpctrain.studies import prediction as predictions

@@ -5,6 +5,7 @@ import re
 import resource
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +13,10 @@ from statistics import fmean
 PROC, CPU = Path("/proc"), Path("/sys/devices/system/cpu")
 
 BUSY = 0.1  # fraction of the cores above which other processes disturb measurements
+
+LOAD_S = 0.3  # duration of a measurement of the load before a program
+
+_SENSORS = ("coretemp", "k10temp", "zenpower")  # names of drivers of sensors in processors
 
 _IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and wait for a disk
 
@@ -25,11 +30,19 @@ class MachineLoad:
     own_cores: float  # mean number of cores that the program used
     other_cores: float  # mean number of cores that other processes used
     mhz: float | None  # mean clock rate of the cores at the end; None if unknown
+    celsius: float | None = None  # highest temperature of the processors at the end
+    num_throttled: int | None = None  # how often the processors lowered their clock rate for heat
 
     @property
     def is_busy(self) -> bool:
         """Whether other processes disturb measured times."""
         return self.other_cores > BUSY * self.cores
+
+    @property
+    def fault(self) -> str:
+        """Text of the rule that this load breaks; empty if the machine is not busy."""
+        what = f"the node must be idle for measurements, but {self.describe()}"
+        return what if self.is_busy else ""
 
     def without(self, ranks: Iterable["MachineLoad"]) -> "MachineLoad":
         """Return this load; the cores used by ``ranks`` are subtracted from ``other_cores``."""
@@ -55,21 +68,25 @@ class LoadMeter:
 
     def __init__(self, proc: Path = PROC, cpu: Path = CPU) -> None:
         self._proc, self._cpu = proc, cpu
-        self._since = time.monotonic(), _busy_s(proc), _own_s()
+        self._since = time.monotonic(), busy_s(proc), own_s()
+        self._throttled = _num_throttled(cpu)
 
     def read(self) -> MachineLoad | None:
         """Return the load since the start; None if the system does not report it."""
-        (start, busy_s, own_s), now_s = self._since, _busy_s(self._proc)
+        (start, before_s, own_before_s), now_s = self._since, busy_s(self._proc)
         passed_s = time.monotonic() - start
-        if busy_s is None or now_s is None or passed_s <= 0:
+        if before_s is None or now_s is None or passed_s <= 0:
             return None
-        own = (_own_s() - own_s) / passed_s
+        throttled = _num_throttled(self._cpu)
+        own = (own_s() - own_before_s) / passed_s
         return MachineLoad(
             cores=os.cpu_count() or 1,
             load=os.getloadavg()[0],
             own_cores=own,
-            other_cores=max((now_s - busy_s) / passed_s - own, 0.0),
+            other_cores=max((now_s - before_s) / passed_s - own, 0.0),
             mhz=_mhz(self._proc, self._cpu),
+            celsius=_celsius(self._cpu.parents[2]),
+            num_throttled=None if throttled is None else throttled - (self._throttled or 0),
         )
 
 
@@ -80,7 +97,7 @@ def measured_for(seconds: float) -> MachineLoad | None:
     return meter.read()
 
 
-def _busy_s(proc: Path) -> float | None:
+def busy_s(proc: Path = PROC) -> float | None:
     """Return the sum of the busy seconds of all cores since the boot; None if unknown."""
     try:
         words = (proc / "stat").read_text().partition("\n")[0].split()[1:9]
@@ -90,10 +107,31 @@ def _busy_s(proc: Path) -> float | None:
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def _own_s() -> float:
+def own_s() -> float:
     """Return the processor time in seconds of this process and of its ended children."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _num_throttled(cpu: Path) -> int | None:
+    """Return how often the cores were throttled since the boot; None if unknown."""
+    files = cpu.glob("cpu[0-9]*/thermal_throttle/*_throttle_count")
+    try:
+        counts = [int(file.read_text()) for file in files]
+    except (OSError, ValueError):
+        return None
+    return sum(counts) if counts else None
+
+
+def _celsius(sys: Path) -> float | None:
+    """Return the highest temperature of the sensors of the processors; None if unknown."""
+    found = []
+    for name in sys.glob("class/hwmon/hwmon*/name"):
+        with suppress(OSError, ValueError):
+            if name.read_text().strip() in _SENSORS:
+                files = name.parent.glob("temp*_input")
+                found += [int(file.read_text()) / 1000 for file in files]
+    return max(found, default=None)
 
 
 def _mhz(proc: Path, cpu: Path) -> float | None:

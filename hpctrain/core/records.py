@@ -1,21 +1,14 @@
-"""Files of records, one JSON object per line, and the records of steps for scaling studies."""
+"""Files of records, one JSON object per line."""
 
-import atexit
-import functools
 import json
 import math
 import os
-import platform
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.atomic import explained_writes, make_folder, sync
-from hpctrain.core.config import setting
+from hpctrain.core.atomic import sync
 from hpctrain.core.python_compat import Self
-
-_FLUSH_S = 1.0  # records of this time may be lost by a kill; the study repeats such a run
 
 
 class Records:
@@ -77,74 +70,6 @@ def record_of(line: bytes, key: str = "event") -> dict[str, Any] | None:
     except ValueError:  # the line is not JSON, or its bytes are not text
         return None
     return found if isinstance(found, dict) and key in found else None
-
-
-def record(
-    *,
-    step: int,
-    samples: int | None = None,
-    loss: float | None = None,
-    seconds: float | None = None,
-    **values: float,
-) -> None:
-    """Record a finished step for a scaling study; a no-op outside of a study.
-
-    Every rank calls this function at the end of each step. Not collective, and needs neither MPI
-    nor ``init``: each process appends to its own file, in the folder ``HPCTRAIN_RECORDS``, which
-    ``hpctrain study run`` sets. A step lasts from one call to the next, on the slowest rank.
-
-    Args:
-        step: number of the step, the same on all ranks.
-        samples: number of samples of this rank in the step. None records only ``values``, such as
-            the accuracy of a test, and the next step begins now.
-        loss: mean over these samples.
-        seconds: duration of the step, if that is not the time since the last call.
-        **values: ``compute_s``, ``communication_s``, ``input_s``: parts of the step in seconds;
-            ``node_bytes``, ``rail_bytes``: bytes that this rank has moved inside its node and sent
-            between nodes; any other, such as ``accuracy``, can be the target of a study.
-
-    Raises:
-        ConfigError: the folder is not writable.
-    """
-    recorder = _recorder(os.getpid())
-    if recorder is not None:
-        given = {"samples": samples, "loss": loss, "seconds": seconds, **values}
-        recorder.write(step, {n: float(value) for n, value in given.items() if value is not None})
-
-
-class _Recorder:
-    """Writes the records of a rank to a file about once per second.
-
-    File systems may be slow, so a step does not wait for a write.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._pid, self._flushed = os.getpid(), time.monotonic()
-        self._pending: list[dict[str, float]] = []
-        elsewhere = "name another folder, or unset HPCTRAIN_RECORDS"
-        with explained_writes("the folder of HPCTRAIN_RECORDS", folder, elsewhere):
-            make_folder(folder)
-            # Host and process id distinguish the files: the rank may be unknown.
-            self._records = Records(folder / f"{platform.node()}-{self._pid}.jsonl")
-        atexit.register(self.flush)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        now = time.monotonic()
-        self._pending.append({"step": int(step), "at": now, **values})
-        if now - self._flushed > _FLUSH_S:
-            self.flush()
-            self._flushed = now
-
-    def flush(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has a copy of these records
-            self._records.append(*self._pending)
-            self._pending.clear()
-
-
-@functools.cache
-def _recorder(_pid: int) -> _Recorder | None:  # the argument gives a forked child its own file
-    folder = setting("records")
-    return None if folder is None else _Recorder(folder)
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:

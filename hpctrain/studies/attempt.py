@@ -46,8 +46,10 @@ def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) ->
     except HpctrainError as error:
         found = {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
     if (seen := meter.read()) is not None:
-        found |= {"load": seen.load, "other_cores": seen.other_cores, "mhz": seen.mhz}
-        found["machine_cores"] = seen.cores
+        here = {"load": seen.load, "machine_cores": seen.cores, "celsius": seen.celsius}
+        here |= {"num_throttled": seen.num_throttled}
+        # The samples of the ranks count only the measured steps, on all hosts.
+        found = here | {"other_cores": seen.other_cores, "mhz": seen.mhz} | found
     return PointRecord(
         **asdict(attempt),
         oversubscribed=attempt.is_oversubscribed(study.cores, study.hosts),

@@ -73,12 +73,13 @@ def _complete(results: StudyResults) -> str:
 
 
 def _batch(results: StudyResults) -> str:
-    mode = results.config.study.mode
-    batches: dict[str, set[float]] = {}
+    batches: dict[tuple[str, str], set[float]] = {}
     for record in results.done:
+        mode = results.mode_of(record.point)
         share = 1 if mode == "strong" else record.layout.ranks
-        batches.setdefault(results.curve(record.point), set()).add(round(record.batch / share, 6))
-    for found in batches.values():
+        key = results.curve(record.point), mode
+        batches.setdefault(key, set()).add(round(record.batch / share, 6))
+    for (_, mode), found in batches.items():
         if max(found) > 1.05 * min(found):  # the last batch of an epoch may be smaller
             whose = "all ranks" if mode == "strong" else "a rank"
             least, most = (shown_batch(each(found)) for each in (min, max))

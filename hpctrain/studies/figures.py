@@ -16,7 +16,7 @@ _RATIOS = (EFFICIENCY, SPEED_UP)
 _Line = Callable[[PointSummary, float], float]
 """Function of a point and a step time that returns the value of a figure."""
 
-_INTERVALS = "with intervals, whose confidence is in the table."
+_INTERVALS = "over repeats. Error bars are confidence intervals, by a {test} test."
 _LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
 _MANY = "more ranks than cores"
 _ABOUT = {
@@ -26,7 +26,7 @@ _ABOUT = {
     "time-to-target": "From the start of the first step. Only if every repeat reached the target.",
 }
 _NOTES = {
-    "repeats": "Small dots are the repeats.",
+    "repeats": "Crosses are the repeats; none is dropped.",
     "hollow": "Hollow: more ranks than cores, so that the time is not a measure of speed.",
     "dashed": "Dashed: ideal, from the smallest point that has a core for each rank.",
     "dotted": "Dotted: bound by the model of the machine.",
@@ -54,18 +54,19 @@ def _by_size(results: StudyResults) -> Iterator[Figure]:
         ("time", "Time of a step", "seconds", "mean_step_s", lambda _, seconds: seconds),
         ("throughput", "Throughput", "samples per second", "samples_per_s", _rate),
         (SPEED_UP, "Speed-up", "speed-up over the smallest point", SPEED_UP, _speed_up),
-        (EFFICIENCY, "Parallel efficiency", "parallel efficiency", EFFICIENCY, _share),
-        ("core-hours", "Cost", "core-hours per million samples", "core_hours", _cost),
+        (EFFICIENCY, "Parallel efficiency", "fraction of linear scaling", EFFICIENCY, _share),
+        ("core-hours", "Cost", f"{results.unit} per million samples", "core_hours", _cost),
         ("time-to-target", target, "seconds", "time_to_target_s", None),
     ]
     for name, title, y_label, field, line in rows:
-        what = "Ratios of medians" if name in _RATIOS else "Medians"
+        is_ratio = name in _RATIOS
+        what, test = ("Ratios of medians", "rank-sum") if is_ratio else ("Medians", "sign")
         yield Figure(
             name=name,
             title=title,
             x_label=RANKS if _is_scaling(results) else "",
             y_label=y_label,
-            note=f"{what} {_INTERVALS} {_ABOUT.get(name, '')}".rstrip(),
+            note=f"{what} {_INTERVALS.format(test=test)} {_ABOUT.get(name, '')}".rstrip(),
             series=_series(results, field, line),
             scale="linear" if name == EFFICIENCY else "log",
         )

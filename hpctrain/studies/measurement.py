@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
+from hpctrain.studies.resources import RankSamples, resources_of
 
 SMOOTHED = 10  # steps whose mean loss is compared with a target
 MOST_PART = 1.05  # maximum of a part relative to its step; the clocks of both may differ
@@ -35,7 +36,8 @@ def measure(
     Raises:
         DataError: ranks are missing, a record is impossible, or no step remains after the warm-up.
     """
-    lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
+    paths = sorted(folder.glob("*.jsonl"))
+    lines = [read(path, key="at") for path in paths]
     if len(lines) != ranks:
         raise DataError(
             f"every rank must call hpctrain.record(step=..., samples=...), but {len(lines)} of "
@@ -86,7 +88,19 @@ def measure(
         "metric": metric,
         "metric_name": name,
         **_reached(lines, steps, losses, target),
+        **resources_of(_samples(paths, of_ranks, steps[dropped:]), float(step_s.mean())),
     }
+
+
+def _samples(
+    paths: Iterable[Path], of_ranks: Iterable[dict[int, dict[str, Any]]], counted: Sequence[int]
+) -> list[RankSamples]:
+    """Return the samples of each rank that cover its counted steps."""
+    first, last = counted[0], counted[-1]
+    return [
+        RankSamples.read(path, rank[first]["at"] - rank[first]["seconds"], rank[last]["at"])
+        for path, rank in zip(paths, of_ranks, strict=True)
+    ]
 
 
 def _known(

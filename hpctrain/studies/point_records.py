@@ -69,12 +69,18 @@ class LearningRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRecord:
-    """Load of the host that started the repeat, measured at the end of the repeat."""
+    """Load of the hosts of a repeat: ``other_cores`` and ``mhz`` of all hosts during the steps.
+
+    The other values are of the host that started the repeat, at its end. So are these two if the
+    steps are shorter than the time between two samples.
+    """
 
     load: float | None = None
-    other_cores: float | None = None  # mean number of cores that other processes used
+    other_cores: float | None = None  # mean number of cores that others used, on the worst host
     machine_cores: int | None = None
     mhz: float | None = None  # mean clock rate of the cores
+    celsius: float | None = None  # highest temperature of a sensor of the processors
+    num_throttled: int | None = None  # how often the processors lowered their clock rate
 
     @property
     def is_disturbed(self) -> bool:
@@ -83,7 +89,21 @@ class HostRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
+class ResourceRecord:
+    """Resources that the ranks used in the counted steps; None if no counter can be read."""
+
+    gpu: str | None = None  # name of the GPUs
+    gpu_busy: float | None = None  # fraction of time with a running kernel, mean over ranks
+    gpu_memory_bytes: float | None = None  # largest use of a GPU's memory
+    host_memory_bytes: float | None = None  # largest resident memory of a rank
+    read_bytes: float | None = None  # by system calls, sum over ranks, per step
+    written_bytes: float | None = None
+    power_w: float | None = None  # mean power, sum over nodes
+    power_source: str | None = None  # counters that ``power_w`` is computed from
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointRecord(HostRecord, ResourceRecord, LearningRecord, StepRecord, PointRepeat):
     """Result of a repeat of a point: a line of ``points-REPEAT.jsonl``."""
 
     status: Literal["done", "failed"]

@@ -55,7 +55,11 @@ class PointRepeat:
         return " ".join(f"{name}={value}" for name, value in self.point.items())
 
     def names(self, mode: str, folder: Path) -> dict[str, Any]:
-        """Return the value of each name that texts of [command] can contain in braces."""
+        """Return the value of each name that texts of [command] can contain in braces.
+
+        A factor ``mode`` replaces ``mode``, the mode of the study.
+        """
+        mode = self.point.get("mode", mode)
         found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}
         if "batch" in found:
             batch, ranks = found["batch"], self.layout.ranks
@@ -109,10 +113,10 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
         shuffled = random.Random(f"{config.study.seed}/{repeat}").sample(points, len(points))  # noqa: S311
         for point in shuffled:
             found.append(PointRepeat(point=point, repeat=repeat, order=len(found)))
-    if config.study.mode == "strong" and config.uses("rank_batch"):
+    if config.uses("rank_batch"):
         for attempt in found:
             batch, ranks = attempt.point["batch"], attempt.layout.ranks
-            if batch % ranks:
+            if attempt.point.get("mode", config.study.mode) == "strong" and batch % ranks:
                 raise ConfigError(
                     f"factors.batch must be a multiple of the ranks for {{rank_batch}}, got a "
                     f"batch of {batch} for {ranks} ranks; choose a multiple, or mode = weak"

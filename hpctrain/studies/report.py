@@ -33,12 +33,12 @@ from hpctrain.studies.study_results import PointSummary, StudyResults
 MAX_TEXT = 400  # characters of a cell; longer texts are folded
 
 POINT_HEADS = (
-    *("point", "step", "samples/s", "efficiency", "slow steps"),
+    *("point", "step", "samples/s", "speed-up", "efficiency", "slow steps"),
     *PARTS.values(),
     *LEVELS.values(),
     *("time to target", "without extremes", "reached", "measured"),
 )
-_NUM_SHOWN = 4  # columns of points on a terminal
+_NUM_SHOWN = 5  # columns of points on a terminal
 
 _KEPT, _MISSING = ("\N{CHECK MARK} kept", 1), ("\N{BALLOT X} missing", 0)
 
@@ -88,6 +88,7 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
         figures_html(figures) if figures else '<p class="missing">Nothing was measured.</p>',
         "<h2>Points</h2>",
         table("points", POINT_HEADS, points),
+        *(f'<p class="missing">{escape(each)}</p>' for each in results.remarks),
         f'<p class="soft">{_METHOD.format(warm_up=study.warm_up)}</p>',
         *_prediction(results),
         "<h2>Points that failed</h2>" if failures else "",
@@ -121,6 +122,7 @@ def summary_of(results: StudyResults) -> RenderableType:
             for each in results.failed
         ),
         f"checklist: {len(judged) - len(missing)} of {len(judged)} rules are kept",
+        *(f"attention: {each}" for each in results.remarks),
         *(f"missing: {each.rule} ({each.source}): {each.advice}" for each in missing),
     ]
     cells = [point_cells(results, each)[:_NUM_SHOWN] for each in results.summaries]
@@ -139,6 +141,7 @@ def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
         results.label(summary.point) + mark,
         value_cell(summary.step_s, format_seconds),
         value_cell(summary.samples_per_s, "{:.4g}".format),
+        value_cell(summary.speed_up, "{:.2f}".format),
         value_cell(summary.efficiency, "{:.1%}".format),
         value_cell(slow_s, format_seconds),
         *(value_cell(part, format_seconds) for part in parts),

@@ -21,6 +21,7 @@ MEASURED = "python examples/measured.py --batch {rank_batch} --steps 200"
 
 _LAYOUT = ("ranks", "nodes", "ranks_per_node")
 _ATTEMPT = ("folder", "repeat")
+_MODES = ("strong", "weak")
 
 _NAME = re.compile(r"(?<!\$)\{([a-z]\w*)\}")  # the shell expands ${x}
 
@@ -34,7 +35,10 @@ class StudyTable(CheckedFields):
     """Name of the study, and of its folder studies/NAME."""
     mode: Literal["strong", "weak"] = "strong"
     """strong: equal work on more ranks, factor batch is the batch of all ranks; weak: more work on
-    more ranks, factor batch is the batch of each rank."""
+    more ranks, factor batch is the batch of each rank. A factor mode = ["strong", "weak"] measures
+    both, interleaved."""
+    model: str = ""
+    """Name of the model, for titles of figures and reports; by default the command."""
     repeats: Number = 5
     """Measurements of each point: every repeat measures all points, in random order."""
     seed: Count = 0
@@ -99,6 +103,8 @@ class StudyConfig(CheckedFields):
             is_size = all(type(value) is int and value > 0 for value in values)
             is_free = name not in (*_LAYOUT, "batch")
             require(is_free or is_size, f"factors.{name} must be integers above 0", values)
+        for mode in self.factors.get("mode", []):
+            require(mode in _MODES, f"factors.mode must be of {', '.join(_MODES)}", mode)
         for name, value in self.study.target.items():
             is_number = type(value) in (int, float) and math.isfinite(value)
             require(is_number, f"study.target.{name} must be a number", value)
@@ -115,7 +121,7 @@ class StudyConfig(CheckedFields):
                 f"names in {{}} in [command] must be factors, got {{{name}}}{hint(name, known)}"
             )
         also = {name: {"ranks", "ranks_per_node"} for name in _LAYOUT}
-        also["batch"] = {"global_batch", "rank_batch"}
+        also["batch"] = also["mode"] = {"global_batch", "rank_batch"}
         for name in self.factors:
             require(
                 bool(({name} | also.get(name, set())) & used),
@@ -154,7 +160,7 @@ class StudyConfig(CheckedFields):
 
         Repeats, time limits and the size of the machine do not change the points.
         """
-        free = ("study.repeats", "study.timeout", "study.cores", "study.hosts")
+        free = ("study.model", "study.repeats", "study.timeout", "study.cores", "study.hosts")
         keys = [name for name in keys_of(StudyConfig) if name not in free]
         return [name for name in keys if value_of(self, name) != value_of(other, name)]
 

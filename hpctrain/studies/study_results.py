@@ -1,6 +1,6 @@
 """Results of a study for its report: records, summaries, bounds, and labels of points."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ StepBound = Callable[[Point], float]
 
 MAX_POINTS = 100  # maximum number of points of a curve
 MAX_CAPTION = 140  # characters of a line of a caption
+SLOW_CLOCK = 0.9  # clock rate of a point, relative to the fastest, below which it is reported
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class PointSummary:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.records[0].layout.ranks
+
+    @property
+    def size(self) -> str:
+        """Ranks and nodes as text."""
+        ranks, nodes, _ = self.records[0].layout
+        return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
     @property
     def oversubscribed(self) -> bool:
@@ -112,7 +119,8 @@ def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
 
     Points of the same curve differ only in the factors of ``Placement``. Points with different
     values of the factor ``batch`` belong to different curves. In a weak study, ``batch`` is the
-    batch of a rank; in a strong study, the batch of all ranks.
+    batch of a rank; in a strong study, the batch of all ranks. A factor ``mode`` replaces
+    ``mode``.
     """
     curves: dict[str, dict[str, list[PointRecord]]] = {}
     for record in records:
@@ -123,7 +131,8 @@ def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
         points = sorted(map(PointSummary, curve.values()), key=lambda each: each.ranks)
         base = next((each for each in points if each.done and not each.oversubscribed), None)
         for each in points:
-            growth = each.ranks / base.ranks if base and mode == "strong" else 1.0
+            is_strong = each.point.get("mode", mode) == "strong"
+            growth = each.ranks / base.ranks if base and is_strong else 1.0
             found.append(replace(each, base=base, growth=growth))
     return found
 
@@ -194,36 +203,76 @@ class StudyResults:
         """Records of failed repeats."""
         return [each for each in self.records if not each.is_done]
 
+    def mode_of(self, point: Point) -> str:
+        """Return whether a point belongs to strong or to weak scaling."""
+        return str(point.get("mode", self.config.study.mode))
+
+    @property
+    def modes(self) -> str:
+        """Modes of the study as text."""
+        return " and ".join(self.config.factors.get("mode", [self.config.study.mode]))
+
+    @property
+    def model(self) -> str:
+        """Name of the model, or else the command."""
+        return shown(self.config.study.model or self.config.command.run)
+
+    @cached_property
+    def gpu(self) -> str | None:
+        """Name of the GPUs; None if the ranks have no GPU, or its counters cannot be read."""
+        return next((each.gpu for each in self.done if each.gpu), None)
+
+    @property
+    def unit(self) -> str:
+        """Unit of the cost of a rank: GPU-hours or core-hours."""
+        return "GPU-hours" if self.gpu else "core-hours"
+
+    @property
+    def dates(self) -> str:
+        """First and last day of the measurement."""
+        days = sorted({each.started[:10] for each in self.records})
+        return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "at an unknown time"
+
+    @cached_property
+    def remarks(self) -> list[str]:
+        """A sentence for each point that was measured under other conditions than required."""
+        fastest = max((each.mhz or 0.0 for each in self.done), default=0.0)
+        return [text for each in self.summaries for text in _remarks(each, fastest, self.label)]
+
     @cached_property
     def headline(self) -> str:
         """Summary of the study in one line."""
         host = f" on {shown(self.environment.get('host'))}" if self.environment else ""
-        table = self.config.study
         tools = dict.fromkeys(shown(each.point[TOOL]) for each in self.imported)
         return (
-            f"{shown(table.name)}: {table.mode} scaling{host}, {len(self.own.summaries)} "
-            f"points, {len(self.done)} repeats measured, {len(self.failed)} failed"
+            f"{shown(self.config.study.name)}: {self.modes} scaling{host}, "
+            f"{len(self.own.summaries)} points, {len(self.done)} repeats measured, "
+            f"{len(self.failed)} failed"
             + ("" if not tools else f"; imported results of {', '.join(tools)}")
         )
 
     @cached_property
     def caption(self) -> str:
-        """Caption of a figure file: machine, mode, batch and versions."""
+        """Lines above each figure: name, mode and model; batch; machine; versions and date."""
         table, about = self.config.study, self.environment or {}
         batches = sorted({each.batch for each in self.done})
         whole = ", ".join(map(shown_batch, batches[:4])) + ", ..." * (len(batches) > 4)
         versions = about.get("versions") or {}
-        what = f"{table.name}: {table.mode} scaling, {whole} samples in a step of all ranks"
-        where = ", ".join(
-            [
-                str(about.get("host") or "unknown host"),
-                str(about.get("cpu") or "unknown processor"),
-                f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts",
-                f"torch {versions.get('torch') or '?'}",
-                str(about.get("mpi") or "no MPI library recorded"),
-            ]
-        )
-        return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
+        where = [
+            str(about.get("host") or "unknown host"),
+            *([f"{self.gpu} for each rank"] if self.gpu else []),
+            str(about.get("cpu") or "unknown processor"),
+            f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts",
+        ]
+        software = [f"{name} {versions.get(name) or '?'}" for name in ("hpctrain", "torch")]
+        software += [str(about.get("mpi") or "no MPI library recorded"), self.dates]
+        lines = [
+            f"{table.name}: {self.modes} scaling of {self.model}",
+            f"{whole} samples in a step of all ranks",
+            ", ".join(where),
+            ", ".join(software),
+        ]
+        return "\n".join(shown(line, MAX_CAPTION) for line in lines)
 
     def with_bound(self, machine: Machine) -> "StudyResults":
         """Return the results, extended by a lower bound of the step times on a machine.
@@ -282,4 +331,27 @@ def shown_batch(batch: float) -> str:
 
 def label_of(point: Point) -> str:
     """Return the factors of a point as text."""
-    return ", ".join(f"{shown(name)} {shown(value)}" for name, value in point.items())
+    texts = {name: f"{shown(name)} {shown(value)}" for name, value in point.items()}
+    if "mode" in point:
+        texts["mode"] = f"{point['mode']} scaling"
+    return ", ".join(texts.values())
+
+
+def _remarks(
+    summary: PointSummary, fastest_mhz: float, label: Callable[[Point], str]
+) -> Iterator[str]:
+    """Yield the conditions that make the times of a point too long."""
+    where, num = label(summary.point), len(summary.done)
+    if disturbed := [each for each in summary.done if each.is_disturbed]:
+        worst = max(disturbed, key=lambda each: each.other_cores or 0.0)
+        yield (
+            f"Other work disturbed {len(disturbed)} of {num} repeats at {where}: it used up to "
+            f"{worst.other_cores:.1f} of {worst.machine_cores} cores."
+        )
+    if throttled := [each for each in summary.done if each.num_throttled]:
+        yield f"The processor was throttled in {len(throttled)} of {num} repeats at {where}."
+    if (clock := summary.median_of("mhz")) and clock.value < SLOW_CLOCK * fastest_mhz:
+        yield (
+            f"The processor ran at {clock.value:.0f} MHz at {where}, and at up to "
+            f"{fastest_mhz:.0f} MHz at other points."
+        )

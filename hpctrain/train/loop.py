@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from hpctrain.cluster.step_records import record
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
-from hpctrain.core.records import record
 from hpctrain.core.user_error import noted
 from hpctrain.data.samples import Batch
 from hpctrain.gradients.step_counter import PARTED

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.cluster.machine_load import LoadMeter, MachineLoad, _own_s
+from hpctrain.cluster.machine_load import LoadMeter, MachineLoad, own_s
 
 TICKS = "cpu {user} 5 10 900 7 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n"
 
@@ -37,13 +37,13 @@ def test_missing_system_information_gives_none(tmp_path):
 
 def test_work_of_a_child_that_has_ended_is_own_work_and_not_of_others(tmp_path):
     (tmp_path / "stat").write_text(TICKS.format(user=100))
-    meter, before_s = LoadMeter(tmp_path, tmp_path), _own_s()
+    meter, before_s = LoadMeter(tmp_path, tmp_path), own_s()
     work = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     subprocess.run([sys.executable, "-c", work], check=True)
     (tmp_path / "stat").write_text(TICKS.format(user=1100))  # 10 s of all processes
-    own_s, found = _own_s() - before_s, meter.read()
-    assert own_s > 0.2
-    assert found.other_cores / found.own_cores == pytest.approx((10 - own_s) / own_s, rel=0.01)
+    used_s, found = own_s() - before_s, meter.read()
+    assert used_s > 0.2
+    assert found.other_cores / found.own_cores == pytest.approx((10 - used_s) / used_s, rel=0.01)
 
 
 def test_a_machine_is_busy_if_other_programs_use_a_tenth_of_it_and_ranks_do_not_count():

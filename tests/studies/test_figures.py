@@ -130,6 +130,32 @@ def test_speed_up_and_core_hours_follow_from_efficiency_and_rate():
     assert len({*series(found["core-hours"], "dashed")[0].y}) <= 4
 
 
+def test_error_bars_of_curves_are_separated_and_inside_the_axes():
+    noisy = {"ranks": 2, "codec": "bf16"}
+    records = [
+        replace(each, step_s=[9.0**each.repeat * s for s in each.step_s])
+        if each.point == noisy
+        else each
+        for each in generated.records()
+    ]
+    results = generated.complete(records=records)
+    for name, is_shifted in (("time", True), ("learned-by-bytes", False)):
+        axes = matplotlib.figure.Figure().subplots()
+        figure = figures(results)[name]
+        drawing._draw(axes, figure)
+        points = series(figure, "points", "hollow")
+        for each in points:
+            for y, below, above in zip(each.y, each.below or [0], each.above or [0], strict=False):
+                low, high = axes.get_ylim()
+                assert low <= y - below <= y + above <= high
+        drawn = [line for line in axes.get_lines() if line.get_marker() in drawing.MARKERS]
+        on_screen = [line.get_transform().transform((2, 1))[0] for line in drawn]
+        x = {round(float(each), 3) for each in on_screen}
+        assert len(x) == (2 if is_shifted else 1)
+        markers = {line.get_marker() for line in drawn}
+        assert markers == {drawing.MARKERS[each.colour] for each in points}
+
+
 def legend_of(figure):
     canvas = matplotlib.figure.Figure()
     axes = canvas.subplots()
@@ -151,20 +177,30 @@ def test_a_legend_has_exactly_the_drawn_series(bound):
     assert {*efficiency} >= {"ideal"}
     assert any(text.startswith("ratio of medians, bars: ") for text in efficiency)
     assert "each repeat" not in efficiency
-    assert found["efficiency"].y_label == "parallel efficiency"
+    assert found["efficiency"].y_label == "fraction of linear scaling"
 
 
-def test_the_caption_has_machine_mode_and_batch():
-    caption = generated.complete().caption
-    for text in ("digits: strong scaling, 64 samples in a step of all ranks", "login1, AMD EPYC"):
-        assert text in caption
-    assert "4 cores on each of 1 hosts, torch 2.13.0, Open MPI 5.0.11" in caption
+def test_the_caption_has_mode_model_batch_machine_versions_and_date():
+    asked = generated.config(model="CNN of 1 M parameters")
+    records = generated.records(gpu="NVIDIA H200")
+    assert generated.complete(config=asked, records=records).caption.splitlines() == [
+        "digits: strong scaling of CNN of 1 M parameters",
+        "64 samples in a step of all ranks",
+        "login1, NVIDIA H200 for each rank, AMD EPYC 7763, 4 cores on each of 1 hosts",
+        "hpctrain ?, torch 2.13.0, Open MPI 5.0.11, 2026-11-25",
+    ]
+
+
+def test_the_cost_of_ranks_with_gpus_is_in_gpu_hours():
+    costs = figures(generated.complete(records=generated.records(gpu="NVIDIA H200")))
+    assert costs["core-hours"].y_label == "GPU-hours per million samples"
+    assert figures(generated.complete())["core-hours"].y_label.startswith("core-hours")
 
 
 def test_samples_per_step_are_an_integer_or_a_mean():
     records = [replace(each, samples=each.samples - 5) for each in generated.records()]
     caption = generated.complete(records=records).caption
     mean = records[0].samples / records[0].num_steps
-    assert f", on average {mean:.1f} samples in a step" in caption
+    assert f"on average {mean:.1f} samples in a step" in caption
     about = generated.environment(mpi=None)
     assert "no MPI library recorded" in generated.complete(environment=about).caption

@@ -106,3 +106,51 @@ def test_the_digits_study_runs_on_virtual_hosts(tmp_path, mode):
         assert not record.oversubscribed
         assert (record.rail_bytes > 0) == (record.point["ranks"] > 2)
         assert record.samples > 1293
+
+
+COUNTED = """
+import sys, time
+from pathlib import Path
+import hpctrain
+from hpctrain.cluster import counters
+
+counters.ROOT = Path(sys.argv[1])
+energy = counters.ROOT / "sys/cray/pm_counters/energy"
+hpctrain.init()
+for step in range(40):
+    time.sleep(0.05)
+    if hpctrain.rank() == 0:  # 1000 W
+        part = energy.with_name("part")
+        part.write_text(f"{1000 * time.monotonic():.0f} J 0 us\\n")
+        part.replace(energy)
+    hpctrain.record(step=step, samples=4)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.limit(180)
+def test_simulated_counters_of_ranks_reach_the_report_of_a_proposal(tmp_path):
+    root = tmp_path / "root"
+    device = root / "sys/class/drm/card0/device"
+    (root / "sys/cray/pm_counters").mkdir(parents=True)
+    (root / "sys/cray/pm_counters/energy").write_text("0 J 0 us\n")
+    device.mkdir(parents=True)
+    (device / "gpu_busy_percent").write_text("75\n")
+    (device / "mem_info_vram_used").write_text(f"{2**31}\n")
+    (tmp_path / "counted.py").write_text(COUNTED)
+    head = HEAD.replace(", target = { TARGET = 0.0 }", "").replace(", batch = [16]", "")
+    _, records = measured(tmp_path, f'{head}run = "python counted.py {root}"\n')
+    for record in records:
+        assert record.power_w == pytest.approx(1000, rel=0.4)  # once, also with two ranks
+        assert (record.power_source, record.gpu) == ("Cray pm_counters", "AMD GPU")
+        assert (record.gpu_busy, record.gpu_memory_bytes) == (0.75, 2**31)
+        assert record.other_cores is not None
+    done = ended(
+        [sys.executable, "-m", "hpctrain", "study", "report", "studies/s", "--for", "csc"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "studies/s/proposal.md").read_text()
+    for shown in ("75%", "2.0 GiB", "energy, kWh", "GPU-hours", "by Cray pm_counters"):
+        assert shown in text

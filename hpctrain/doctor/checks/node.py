@@ -90,8 +90,7 @@ def check_load(facts: Facts) -> Found:
     """Report a machine that is busy with other processes."""
     if facts.load is None:  # the load is unknown, or this process is a rank of a launch
         return ()
-    if facts.load.is_busy:
-        what = f"the node must be idle for measurements, but {facts.load.describe()}"
+    if what := facts.load.fault:
         return warning(what, "top shows the processes; wait for their end, or request whole nodes")
     return ok(facts.load.describe())
 

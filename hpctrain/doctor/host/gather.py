@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
-from hpctrain.cluster.machine_load import measured_for
+from hpctrain.cluster.machine_load import LOAD_S, measured_for
 from hpctrain.cluster.resources import CLASSES, live_adapters, rooms
 from hpctrain.comm.node import kernel
 from hpctrain.core import config
@@ -42,7 +42,6 @@ from hpctrain.launch.program import run_to_end
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
-LOAD_S = 0.3  # duration of the measurement of the load
 SRUN_TIMEOUT_S = 5.0
 SMI_TIMEOUT_S = 20.0  # a driver without persistence starts slowly
 _PAGE = 4096
