@@ -9,9 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.cluster.counters import Counters
 from hpctrain.core.atomic import explained_writes, make_folder
 from hpctrain.core.config import setting
+from hpctrain.core.lazy import imported
 from hpctrain.core.records import Records
 
 _FLUSH_S = 1.0  # records of this time may be lost by a kill; the study repeats such a run
@@ -95,7 +95,7 @@ class _Sampler:
         self._thread.start()
 
     def _run(self) -> None:
-        counters = Counters()
+        counters = imported("hpctrain.cluster.counters:Counters")()
         with suppress(OSError):  # a full disk is reported by the records of the steps
             while True:
                 is_last, start = self._is_over.is_set(), time.monotonic()

@@ -153,7 +153,7 @@ def _terms(sizes: Sequence[Size], mode: Literal["strong", "weak"]) -> Vector:
 
 
 def _samples(measured: Sequence[MeasuredSize]) -> Vector:
-    """Return the median of each size, and as further columns those of resampled repeats."""
+    """Return medians of each size: of all repeats, and in further columns of resampled ones."""
     random = np.random.default_rng(0)
     rows = []
     for each in measured:

@@ -196,7 +196,7 @@ def _beside(axes: Any, series: Series) -> Any:
     """Return a transform that separates error bars of curves at the same x by some points."""
     from matplotlib.transforms import offset_copy  # noqa: PLC0415 - an optional package
 
-    # The limits of the axes do not include what is drawn by another transform.
+    # The limits of the axes do not include points of another transform.
     nothing = [0.0] * len(series.x)
     ends = zip(series.y, series.below or nothing, series.above or nothing, strict=True)
     for x, (y, below, above) in zip(series.x, ends, strict=True):

@@ -65,7 +65,7 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
     if missing or not set(heads) <= set(valid):
         raise DataError(
             f"{path} must begin with the names of its columns, of {', '.join(valid)}, got "
-            f"{', '.join(heads) or 'nothing'}; samples are those of all ranks in a step and may "
+            f"{', '.join(heads) or 'nothing'}; samples counts all ranks in a step and may "
             f"be omitted if a batch of the study gives them"
         )
     found: list[PointRecord] = []

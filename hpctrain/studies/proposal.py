@@ -13,6 +13,7 @@ from hpctrain.report.figure import Estimate, Figure, Series
 from hpctrain.report.page import NOTHING, Cell, value_cell
 from hpctrain.studies.figures import EFFICIENCY, SPEED_UP, figures_of
 from hpctrain.studies.job_script import job_script
+from hpctrain.studies.prediction import VALIDATION_HEADS, Prediction
 from hpctrain.studies.scaling_limit import ScalingLimit, per_doubling
 from hpctrain.studies.study_results import PointSummary, StudyResults, shown_batch
 
@@ -36,7 +37,7 @@ _Column = tuple[str, Callable[[PointSummary], Cell | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Centre:
-    """What a computing centre requests: an entry of ``templates/centres.toml``."""
+    """Requirements of a computing centre: an entry of ``templates/centres.toml``."""
 
     name: str
     compare: Literal["base", "doubling"]
@@ -86,6 +87,7 @@ class Proposal:
                 Section(title="Largest size with the required efficiency", blocks=self._result()),
                 Section(title="Application and machine", blocks=self._setup()),
                 *self._scaling(),
+                Section(title="Prediction of larger sizes", blocks=self._prediction()),
                 Section(
                     title="Memory, input and output, utilisation and energy",
                     blocks=self._resources(),
@@ -113,7 +115,7 @@ class Proposal:
     def curves(self) -> dict[str, list[PointSummary]]:
         """Summaries of the points of each curve, by the title of the curve."""
         found: dict[str, list[PointSummary]] = {}
-        for summary in self.results.summaries:
+        for summary in self.results.own.summaries:
             mode = self.results.mode_of(summary.point)
             other = self.results.curve({n: v for n, v in summary.point.items() if n != "mode"})
             title = f"{mode.capitalize()} scaling{f', {other}' if other else ''}"
@@ -273,10 +275,22 @@ class Proposal:
         ):
             found.append(f"Power is measured by {', '.join(sources)}, over all nodes of a point.")
         if any(each.read_bytes is not None for each in self.results.done):
-            found.append("Bytes read and written are those of system calls of the ranks.")
+            found.append("Bytes read and written are counted in system calls of the ranks.")
         if missing:
             found.append(f"Without a readable counter: {', '.join(missing)}.")
         return found
+
+    def _prediction(self) -> list[Any]:
+        found = Prediction.of(self.results.own, required=self.centre.efficiency)
+        validation = Table(
+            title="Measured sizes, predicted from smaller ones.",
+            heads=VALIDATION_HEADS,
+            rows=found.validation_rows,
+        )
+        forecasts = Table(
+            title="Larger sizes.", heads=found.forecast_heads, rows=found.forecast_rows
+        )
+        return [found.text, *(each for each in (validation, forecasts) if each.rows)]
 
     def _conditions(self) -> list[Any]:
         columns: list[_Column] = [
@@ -287,7 +301,7 @@ class Proposal:
             ("throttled,\ntimes", _worst("num_throttled", "{:.0f}".format)),
             ("disturbed\nrepeats", _disturbed),
         ]
-        title = "conditions on the node that started each point"
+        title = "conditions of each point"
         found: list[Any] = [
             _table(f"{name}: {title}.", [*_SIZES, *columns], points)
             for name, points in self.curves.items()

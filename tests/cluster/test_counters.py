@@ -174,7 +174,7 @@ def test_an_amd_gpu_is_read_from_its_files(tmp_path, monkeypatch):
 
 def test_samples_take_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch):
     slow = SimpleNamespace(read=lambda: time.sleep(0.02) or {"sampled_at": time.monotonic()})
-    monkeypatch.setattr(step_records, "Counters", lambda: slow)
+    monkeypatch.setattr(counters, "Counters", lambda: slow)
     monkeypatch.setattr(step_records, "_PERIOD_S", 0.0)
     with Records(tmp_path / "host-1.jsonl") as records:
         sampler = step_records._Sampler(records)

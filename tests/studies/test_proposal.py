@@ -71,6 +71,20 @@ def test_the_scaling_table_has_the_numbers_of_the_statistics():
     assert "the whole training of 3,600,000 samples" in text
 
 
+def test_predictions_and_their_validation_are_part_of_the_report():
+    document = Proposal(results_of(), Centre.named("generic")).document()
+    section = next(each for each in document.sections if each.title.startswith("Prediction"))
+    text, validation, forecasts = section.blocks
+    assert "the largest error of a predicted time is" in text
+    assert [row[2] for row in validation.texts()] == ["4", "8"]
+    assert [row[1] for row in forecasts.texts()] == ["16", "32"]
+    assert forecasts.heads[-1] == "75% kept"
+    few = generated.config({"ranks": [1, 2]}, cores=2)
+    records = generated.records(few, oversubscribed=False)
+    alone = Proposal(generated.complete(config=few, records=records), Centre.named("generic"))
+    assert "needs 3 sizes with a core for each rank" in text_of(alone.document())
+
+
 def test_without_a_length_costs_refer_to_the_target_or_to_a_million_samples():
     results = results_of()
     reached = Proposal(results, Centre.named("generic"))
