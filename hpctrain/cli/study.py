@@ -30,11 +30,10 @@ from hpctrain.core.units import format_seconds, parse_number
 from hpctrain.cost import machine as machines
 from hpctrain.launch.slurm import batch_script, scheduler
 from hpctrain.report.document import write_documents
-from hpctrain.studies import comparison, points, study_file
+from hpctrain.studies import comparison, points, proposal, study_file
 from hpctrain.studies import report as reports
 from hpctrain.studies import study_results as measured
 from hpctrain.studies import study_run as studies
-from hpctrain.studies.proposal import Centre, Proposal
 from hpctrain.train.console import make_console
 
 if TYPE_CHECKING:
@@ -250,7 +249,8 @@ def report(
     page, *figures = reports.write_report(results, out or directory)
     typer.echo(f"wrote {page}, and {len(figures)} figures into plots in the same directory")
     if centre is not None:
-        evidence = Proposal(results, Centre.named(centre, efficiency), num_samples)
+        rules = proposal.Centre.named(centre, efficiency)
+        evidence = proposal.Proposal(results, rules, num_samples)
         for path in write_documents(evidence.document(), out or directory, "proposal"):
             typer.echo(f"wrote {path}")
 

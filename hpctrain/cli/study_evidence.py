@@ -17,10 +17,8 @@ from hpctrain.core.units import plural
 from hpctrain.report.page import text_table
 from hpctrain.studies import imported as imports
 from hpctrain.studies import prediction as predictions
-from hpctrain.studies import study_archive
-from hpctrain.studies.reproduction import Reproduction
-from hpctrain.studies.study_results import StudyResults
-from hpctrain.studies.study_run import Study
+from hpctrain.studies import reproduction, study_archive, study_results, study_run
+from hpctrain.studies.study_file import REQUIRED
 from hpctrain.train.console import make_console
 
 Folder = Annotated[Path, argument("DIR", "Directory of a study.")]
@@ -52,7 +50,7 @@ def import_results(
     Examples:
       hpctrain study import studies/digits-strong ddp.csv --name DDP
     """
-    results = StudyResults.read(directory)
+    results = study_results.StudyResults.read(directory)
     tool = name or path.stem
     num_rows = imports.import_file(results.folder, results.config, path, tool)
     typer.echo(
@@ -67,7 +65,7 @@ def predict(
     ranks: list[int] | None = option(
         None, "N", "Ranks to predict; may be repeated.", shown="2 and 4 times the measured", min=2
     ),
-    efficiency: float = option(predictions.REQUIRED, "E", "Required efficiency.", min=0.01, max=1),
+    efficiency: float = option(REQUIRED, "E", "Required efficiency.", min=0.01, max=1),
 ) -> None:
     """Predict step times and efficiency beyond the measured sizes of a study.
 
@@ -80,7 +78,7 @@ def predict(
 
       hpctrain study predict studies/digits-strong --ranks 16 --ranks 64 --efficiency 0.7
     """
-    results = StudyResults.read(directory)
+    results = study_results.StudyResults.read(directory)
     found = predictions.Prediction.of(results, ranks=ranks or (), required=efficiency)
     screen = make_console(shown=True)
     screen.print("validation: measured sizes, each predicted from the smaller ones")
@@ -110,7 +108,7 @@ def export(
 
       hpctrain study export studies/digits-strong --add data/small --out digits.tar.gz
     """
-    results = StudyResults.read(directory)
+    results = study_results.StudyResults.read(directory)
     path = out or Path(f"{results.config.study.name}.tar.gz")
     num_files = study_archive.export(results, path, add or ())
     typer.echo(
@@ -127,7 +125,7 @@ def reproduce(
         None, "TEXT", "Launcher of the ranks, as in STUDY.toml.", shown="as in the study"
     ),
     efficiency: float = option(
-        predictions.REQUIRED, "E", "Efficiency that sizes keep or miss.", min=0.01, max=1
+        REQUIRED, "E", "Efficiency that sizes keep or miss.", min=0.01, max=1
     ),
 ) -> None:
     """Measure an archived study again, and report whether each conclusion holds.
@@ -145,7 +143,7 @@ def reproduce(
       hpctrain study reproduce digits-strong.tar.gz --launcher "srun -n {ranks} -N {nodes}"
     """
     archive, place = archive.absolute(), _unpacked(archive, out)
-    first = StudyResults.read(place / "original" / study_archive.STUDY)
+    first = study_results.StudyResults.read(place / "original" / study_archive.STUDY)
     config, table = first.config, first.config.study
     if table.cores == (first.environment or {}).get("cores"):  # counted, not stated
         table = replace(table, cores=0)
@@ -155,11 +153,11 @@ def reproduce(
         command=config.command if launcher is None else replace(config.command, launcher=launcher),
     )
     os.chdir(place / study_archive.FILES)
-    found = Study(config, place / study_archive.STUDY)
+    found = study_run.Study(config, place / study_archive.STUDY)
     found.prepare()
     study_bar.measure(found, found.missing())
-    again = StudyResults.read(found.folder.path)
-    compared = Reproduction(first, again, efficiency)
+    again = study_results.StudyResults.read(found.folder.path)
+    compared = reproduction.Reproduction(first, again, efficiency)
     text = compared.summary()
     make_console(shown=True).print(text)
     written = place / "reproduction.txt"

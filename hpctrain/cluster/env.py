@@ -268,6 +268,11 @@ def slurm(name: str, environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(f"SLURM_{name.upper()}", "")
 
 
+def slurm_clusters(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return the cluster that only sbatch uses, and the one for all commands; empty if unset."""
+    return environ.get("SBATCH_CLUSTERS", ""), environ.get("SLURM_CLUSTERS", "")
+
+
 def slurm_number(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
     """Return a number from a variable of Slurm: 4 for ``4,2``; None for an unset variable."""
     return number(slurm(name, environ))

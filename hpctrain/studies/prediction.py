@@ -15,10 +15,8 @@ from hpctrain.cost.extrapolation import (
 )
 from hpctrain.report.figure import CONFIDENCE, Estimate
 from hpctrain.report.page import NOTHING, Cell, value_cell
+from hpctrain.studies.study_file import REQUIRED
 from hpctrain.studies.study_results import PointSummary, StudyResults
-
-REQUIRED = 0.75
-"""Efficiency that most computing centres require."""
 
 FARTHEST = 4
 """Largest growth of the ranks, from the largest measured size, for which a result is stated."""

@@ -10,8 +10,8 @@ from hpctrain.core.errors import DataError
 from hpctrain.report.figure import Estimate
 from hpctrain.report.page import Cell, text_table
 from hpctrain.studies.comparison import StudyComparison
-from hpctrain.studies.prediction import REQUIRED
 from hpctrain.studies.statistics import ratio
+from hpctrain.studies.study_file import REQUIRED
 from hpctrain.studies.study_results import PointSummary, StudyResults, key_of, label_of
 
 HOLDS, FAILS = "holds", "does not hold"

@@ -25,6 +25,9 @@ _MODES = ("strong", "weak")
 
 _NAME = re.compile(r"(?<!\$)\{([a-z]\w*)\}")  # the shell expands ${x}
 
+REQUIRED = 0.75
+"""Efficiency that most computing centres require."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyTable(CheckedFields):

@@ -188,7 +188,7 @@ print(",".join(map(str, sorted(os.sched_getaffinity(0)))) + "\\n", end="", flush
 
 
 @pytest.mark.launches
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.requires("two-cores")
 @pytest.mark.parametrize("binding", ["auto", "none"])
 def test_ranks_that_no_launcher_has_bound_bind_themselves_if_the_setting_allows_it(binding):
     options = Options(binding="none", variables={"HPCTRAIN_BINDING": binding})

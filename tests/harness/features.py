@@ -173,6 +173,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
     "torch-2.7": _torch_2_7,
+    "two-cores": lambda: "" if len(os.sched_getaffinity(0)) > 1 else "only one core",
     "trainers": _trainers,
     "transformers": _module("transformers"),
     "triton": _module("triton"),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster.env import slurm, slurm_number
+from hpctrain.cluster.env import slurm, slurm_clusters, slurm_number
 from hpctrain.core.atomic import explained_writes, publishing
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
@@ -225,7 +225,7 @@ def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
         LaunchError: sbatch was not found, a variable selects another cluster for sbatch alone, or
             Slurm rejects the job; the message contains the output of sbatch.
     """
-    named, of_all = environ.get("SBATCH_CLUSTERS"), environ.get(CLUSTERS)
+    named, of_all = slurm_clusters(environ)
     if named and named != of_all:
         raise LaunchError(
             f"a job must run on the cluster whose commands query, requeue and cancel it, got "
