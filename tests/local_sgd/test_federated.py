@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.local_sgd.federated import Draw
-from hpctrain.local_sgd.local_sgd import STATES
 from tests.gradients.training import digits, make_model, sgd
 from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, replica_of, weights_of
 
@@ -281,7 +280,7 @@ def test_invalid_or_different_arguments_are_rejected_on_every_rank(world, hvd_no
     run.method.close()
     assert num_kinds(world, replica_of(run.model, run.optimizer)) == 1
     other = ("DiLoCo", "LocalSGD")[world.rank == 1]
-    for name, options in ((other, {}), ("LocalSGD", {"state": STATES[min(world.rank, 1)]})):
+    for name, options in ((other, {}), ("LocalSGD", {"state": ("local", "average")[min(world.rank, 1)]})):
         with pytest.raises(MismatchError, match=r"method, state, .* give all ranks the same"):
             Run(hvd_nodes, name, 2, **options)
 

@@ -157,6 +157,8 @@ class SimulatedWorld:
             (node_processes, "birth", lambda pid: None if pid in self.network.lost else 1),
             (node_processes, "os", SimpleNamespace(getpid=lambda: self.threads.rank)),
             (factory, "_facts", self._facts),
+            (factory, "bound", lambda facts: facts),
+            (factory, "bind", lambda _cores: None),
             (factory, "Topology", SimpleNamespace(from_facts=self._topology)),
             (factory, "Watch", self._watch),
             (mailbox, "tree_of", self._tree),
@@ -202,7 +204,7 @@ class SimulatedWorld:
         rank = self.threads.rank
         return ProcessIdentity(rank, ("", rank // self._ranks_per_node))
 
-    def _facts(self) -> RankFacts:
+    def _facts(self, _settings: Any) -> RankFacts:
         number = self.threads.rank // self._ranks_per_node
         return RankFacts(host=f"node{number}", cores=(self.threads.rank % 256,), launcher="srun")
 
