@@ -280,7 +280,8 @@ def test_invalid_or_different_arguments_are_rejected_on_every_rank(world, hvd_no
     run.method.close()
     assert num_kinds(world, replica_of(run.model, run.optimizer)) == 1
     other = ("DiLoCo", "LocalSGD")[world.rank == 1]
-    for name, options in ((other, {}), ("LocalSGD", {"state": ("local", "average")[min(world.rank, 1)]})):
+    own = {"state": "average" if world.rank else "local"}
+    for name, options in ((other, {}), ("LocalSGD", own)):
         with pytest.raises(MismatchError, match=r"method, state, .* give all ranks the same"):
             Run(hvd_nodes, name, 2, **options)
 
