@@ -179,12 +179,12 @@ class Manager:
             scored = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
             facts = {**checked("facts", facts or {}, Mapping, CheckpointError), **scored}
         call = [f"step {step}", f"score {scored.get(SCORE)}", f"source_rank {source_rank}"]
-        call.append(f"wait {wait}")
+        call += [f"wait {wait}"]
         with mismatches():
             require_equal(self._comm, call, "an argument of Manager.save", "pass the same values")
         if step == self._step and (self._has_score or not scored):
             return
-        taken = self._taken(step, state, private, source_rank)
+        taken = self._taken(step, state, private or {}, source_rank)
         options = saving.SaveOptions(
             step=step,
             facts=facts,
@@ -287,7 +287,6 @@ class Manager:
                 if self._writer.at_once:
                     return saving.SaveSource.of(state, private, self._comm, source_rank)
                 saving.check_source(source_rank, self._comm.size)
-                private = checked("private", private or {}, Mapping, CheckpointError)
                 of_state, of_private = self._snapshots
                 copy = of_state.take(state, source_rank)
                 compared = of_state.checksums, of_state.compare_s

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.checkpoint.format.state_hash import crc_of, device_checksum, is_dense
+from hpctrain.comm.agreement import places_of_differences
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB, format_ranks
 
@@ -51,8 +51,7 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
 def require_same(comm: Communicator, found: Mapping[str, int]) -> None:
     """Check that each tensor has the same checksum on all ranks. Collective.
 
-    One all-reduce finds the maximum of each checksum and of its negative, so its size does not
-    depend on the number of ranks; only differing checksums are gathered.
+    One all-reduce finds the differences; only differing checksums are gathered.
 
     Args:
         comm: communicator of the ranks.
@@ -63,9 +62,8 @@ def require_same(comm: Communicator, found: Mapping[str, int]) -> None:
     """
     if not found:
         return
-    largest = torch.tensor([(value, -value) for value in found.values()], dtype=torch.int64)
-    comm.allreduce_(largest, op=Op.MAX).wait()
-    differ = [n for n, (top, low) in zip(found, largest.tolist(), strict=True) if top != -low]
+    names = [*found]
+    differ = [names[place] for place in places_of_differences(comm, found.values())]
     if not differ:
         return
     named = differ[:MOST_NAMED]

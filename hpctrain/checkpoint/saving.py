@@ -81,7 +81,6 @@ class SaveSource:
     ) -> "SaveSource":
         """Return a source that refers to the state without a copy. Not collective."""
         began = time.perf_counter()
-        private = checked("private", private or {}, Mapping, CheckpointError)
         found = {}
         if comm.size > 1 and source_rank is None:
             found = checksums(flatten(state)[0])
@@ -148,7 +147,7 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
             different tensors, the directory has the name of another step, or a file cannot be
             written; on every rank, and an older checkpoint is intact.
     """
-    take = partial(SaveSource.of, state, private, comm, source_rank)
+    take = partial(SaveSource.of, state, private or {}, comm, source_rank)
     options = SaveOptions(
         step=step, facts=facts or {}, guard=guard, source_rank=source_rank, files=files
     )
@@ -235,6 +234,7 @@ def check_source(source_rank: int | None, num_ranks: int) -> None:
 
 def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
     leaves, skeleton = flatten(source.state)
+    checked("private", source.private, Mapping, CheckpointError)
     common = []
     for path, leaf in leaves.items():
         is_piece = isinstance(leaf, TensorPiece)

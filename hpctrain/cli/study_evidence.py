@@ -175,7 +175,7 @@ def _unpacked(archive: Path, out: Path | None) -> Path:
     place = (out or Path(f"{name}-reproduced")).absolute()
     sums = place / "original" / study_archive.SUMS
     if not sums.exists():
-        study_archive.unpack(archive, place / "original")
+        study_archive.unpack(contents, place / "original")
         shutil.copytree(
             place / "original" / study_archive.FILES,
             place / study_archive.FILES,

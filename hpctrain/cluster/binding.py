@@ -107,8 +107,10 @@ def bound(facts: Sequence[RankFacts]) -> list[RankFacts]:
     shares overlap each other or the masks of other ranks.
     """
     found = list(facts)
-    for host in {each.host for each in facts}:
-        members = [rank for rank, each in enumerate(facts) if each.host == host]
+    hosts: dict[str, list[int]] = {}
+    for rank, each in enumerate(facts):
+        hosts.setdefault(each.host, []).append(rank)
+    for members in hosts.values():
         every = {core for rank in members for core in facts[rank].cores}
         free = [r for r in members if facts[r].share and len({*facts[r].cores}) == len(every)]
         new = {r: facts[r].share if r in free else facts[r].cores for r in members}

@@ -1,10 +1,11 @@
 """Counters of the GPU of this rank: utilisation, memory and power."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.env import launched, visible_devices
+from hpctrain.cluster.binding import gpu_of
+from hpctrain.cluster.env import launched
 
 _Counter = Callable[[], Mapping[str, Any]]
 
@@ -17,8 +18,7 @@ def nvidia_gpu() -> _Counter | None:
         return None
     try:
         pynvml.nvmlInit()
-        indices = range(pynvml.nvmlDeviceGetCount())
-        chosen = _of_rank([str(index) for index in indices])
+        chosen = _of_rank(pynvml.nvmlDeviceGetCount())
         if not chosen:
             return None
         if chosen.isdigit():
@@ -50,7 +50,7 @@ def amd_gpu(root: Path) -> _Counter | None:
     """Return the counter of an AMD GPU by the files that ROCm SMI reads; None without a GPU."""
     found = (root / "sys/class/drm").glob("card[0-9]*/device/gpu_busy_percent")
     cards = sorted((each.parent for each in found), key=lambda each: int(each.parent.name[4:]))
-    chosen = _of_rank([str(index) for index in range(len(cards))])
+    chosen = _of_rank(len(cards))
     if not chosen.isdigit() or int(chosen) >= len(cards):
         return None
     card = cards[int(chosen)]
@@ -70,12 +70,10 @@ def amd_gpu(root: Path) -> _Counter | None:
     return read
 
 
-def _of_rank(every: Sequence[str]) -> str:
+def _of_rank(num_gpus: int) -> str:
     """Return the name of the GPU of this rank, an index or a UUID; empty without a GPU."""
-    names = [each.strip() for each in visible_devices().split(",") if each.strip()] or every
     here = launched()
-    place = (here.local_rank if here else None) or 0
-    return names[place % len(names)] if names and every else ""
+    return gpu_of((here.local_rank if here else None) or 0, num_gpus) if num_gpus else ""
 
 
 def _text(name: str | bytes) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,7 +86,7 @@ def maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
 
     largest = torch.tensor(numbers, dtype=torch.int64)
     comm.allreduce_(largest, op=Op.MAX).wait()
-    return [int(number) for number in largest]
+    return list(largest.tolist())
 
 
 def refusals_of(comm: "Communicator", refusal: str | None) -> Sequence[str | None]:
@@ -145,9 +145,16 @@ def require_equal(
 
 def is_equal(comm: "Communicator", value: object) -> bool:
     """Return whether the ``repr`` of the value is equal on all ranks. Collective."""
-    number = int(_digest(value)[:15], 16)
-    largest, smallest = maxima(comm, [number, -number])
-    return largest == -smallest
+    return not places_of_differences(comm, [int(_digest(value)[:15], 16)])
+
+
+def places_of_differences(comm: "Communicator", numbers: Iterable[int]) -> list[int]:
+    """Return the places of the numbers, below 2^63, that differ between ranks. Collective.
+
+    One all-reduce, whose size does not depend on the number of ranks.
+    """
+    ends = iter(maxima(comm, [end for number in numbers for end in (number, -number)]))
+    return [place for place, (top, low) in enumerate(zip(ends, ends, strict=True)) if top != -low]
 
 
 def require_equal_by(

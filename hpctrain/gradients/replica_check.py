@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import value_hashes
-from hpctrain.comm.agreement import gather_distinct, is_equal, maxima
+from hpctrain.comm.agreement import gather_distinct, is_equal, maxima, places_of_differences
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core import logs
 from hpctrain.core.errors import ReplicaError
@@ -79,7 +79,7 @@ def require_equal_replicas(
     lists = gather_distinct(comm.allgather_object, [*mine]) or [[*mine]]
     names = [*dict.fromkeys(chain.from_iterable(filter(None, lists)))]
     hashes = [int(mine.get(name, "0"), 16) >> 1 for name in names]
-    differ = [names[place] for place in _places_of_differences(comm, hashes)]
+    differ = [names[place] for place in places_of_differences(comm, hashes)]
     found = f"{len(differ)} of {len(names)} values differ: {_shown(comm, mine, differ)}"
     no_majority = ""
     if heal:
@@ -99,12 +99,6 @@ def require_equal_replicas(
         "some ranks make, such as outside optimizer.step(), and start with "
         "broadcast_parameters(model.state_dict())"
     )
-
-
-def _places_of_differences(comm: Communicator, numbers: Sequence[int]) -> list[int]:
-    """Return the places of the numbers, below 2^63, that differ between ranks. Collective."""
-    ends = iter(maxima(comm, [end for number in numbers for end in (number, -number)]))
-    return [place for place, (top, low) in enumerate(zip(ends, ends, strict=True)) if top != -low]
 
 
 def _shown(comm: Communicator, mine: Mapping[str, str], differ: Sequence[str]) -> str:
@@ -153,7 +147,7 @@ def _heal(comm: Communicator, values: Mapping[str, Any], owners: Mapping[str, _O
     """Broadcast each value from its owner to the ranks whose values differ. Collective."""
     facts = [_facts(values.get(name)) for name in owners]
     numbers = [zlib.crc32(repr(one).encode()) for one in facts]
-    differ = {*_places_of_differences(comm, numbers)}
+    differ = {*places_of_differences(comm, numbers)}
     for place, name in enumerate(owners):
         if place in differ or facts[place] is None:
             raise ReplicaError(

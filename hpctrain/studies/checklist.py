@@ -75,7 +75,7 @@ def _complete(results: StudyResults) -> str:
 def _batch(results: StudyResults) -> str:
     batches: dict[tuple[str, str], set[float]] = {}
     for record in results.done:
-        mode = results.mode_of(record.point)
+        mode: str = results.config.mode_of(record.point)
         share = 1 if mode == "strong" else record.layout.ranks
         key = results.curve(record.point), mode
         batches.setdefault(key, set()).add(round(record.batch / share, 6))

@@ -118,7 +118,7 @@ def _record_of(
     if row.get("samples"):
         samples = round(float(row["samples"]))
     elif "batch" in point:
-        is_weak = point.get("mode", config.study.mode) == "weak"
+        is_weak = config.mode_of(point) == "weak"
         samples = int(point["batch"]) * (ranks if is_weak else 1)
     else:
         raise ValueError("the study gives no batch, so column samples is required")

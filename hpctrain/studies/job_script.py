@@ -20,7 +20,7 @@ def job_script(results: StudyResults, summary: PointSummary, training_s: float |
     """
     config, record = results.config, summary.records[0]
     folder = Path("runs", config.study.name)
-    names = record.names(results.mode_of(summary.point), folder)
+    names = record.names(results.config.mode_of(summary.point), folder)
     launcher, command, variables = config.filled(names)
     if config.command.launcher == LAUNCH:
         launcher = shlex.split(SRUN.format(**names))

@@ -116,7 +116,7 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     if config.uses("rank_batch"):
         for attempt in found:
             batch, ranks = attempt.point["batch"], attempt.layout.ranks
-            if attempt.point.get("mode", config.study.mode) == "strong" and batch % ranks:
+            if config.mode_of(attempt.point) == "strong" and batch % ranks:
                 raise ConfigError(
                     f"factors.batch must be a multiple of the ranks for {{rank_batch}}, got a "
                     f"batch of {batch} for {ranks} ranks; choose a multiple, or mode = weak"

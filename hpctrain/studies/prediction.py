@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import format_seconds
@@ -227,18 +226,13 @@ def _forecast(
     size: Size,
     measured: PointSummary | None = None,
 ) -> Forecast:
-    mode = _mode(results, points)
+    mode = results.config.mode_of(points[0].point)
     known = [
         MeasuredSize(each.ranks, each.records[0].layout.nodes, each.times_s) for each in points
     ]
     growth = size.ranks / points[0].ranks if mode == "strong" else 1.0
     found = extrapolate(known, size, mode)
     return Forecast(title, points, size, found, growth, measured)
-
-
-def _mode(results: StudyResults, points: Sequence[PointSummary]) -> Literal["strong", "weak"]:
-    mode = points[0].point.get("mode", results.config.study.mode)
-    return "strong" if mode == "strong" else "weak"
 
 
 def _grown(results: StudyResults, points: Sequence[PointSummary], ranks: int) -> Size:

@@ -116,7 +116,7 @@ class Proposal:
         """Summaries of the points of each curve, by the title of the curve."""
         found: dict[str, list[PointSummary]] = {}
         for summary in self.results.own.summaries:
-            mode = self.results.mode_of(summary.point)
+            mode = self.results.config.mode_of(summary.point)
             other = self.results.curve({n: v for n, v in summary.point.items() if n != "mode"})
             title = f"{mode.capitalize()} scaling{f', {other}' if other else ''}"
             found.setdefault(title, []).append(summary)

@@ -123,14 +123,11 @@ def export(results: StudyResults, path: Path, extra: Iterable[Path] = ()) -> int
     return len(contents)
 
 
-def unpack(archive: Path, place: Path) -> None:
-    """Unpack an archive into a new folder, after a check of all checksums.
+def unpack(contents: Mapping[str, bytes], place: Path) -> None:
+    """Write the contents of an archive into a new folder.
 
-    Raises:
-        DataError: the archive is incomplete, was changed, or is not an archive of a study.
-        ConfigError: the folder cannot be written.
+    Raises ``ConfigError``: the folder cannot be written.
     """
-    contents = read(archive)
     with explained_writes("the folder of a reproduction", place, "name another one with --out"):
         for name, text in contents.items():
             make_folder((place / name).parent)

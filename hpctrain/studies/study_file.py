@@ -92,6 +92,10 @@ class StudyConfig(CheckedFields):
     study: StudyTable = field(default_factory=StudyTable)
     command: CommandTable = field(default_factory=CommandTable)
 
+    def mode_of(self, point: Mapping[str, Any]) -> Literal["strong", "weak"]:
+        """Return whether a point belongs to strong or to weak scaling."""
+        return "weak" if point.get("mode", self.study.mode) == "weak" else "strong"
+
     def check(self) -> None:
         """Raise ``ConfigError`` if factors or texts are invalid."""
         for name, values in self.factors.items():

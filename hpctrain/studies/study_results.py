@@ -8,6 +8,7 @@ from statistics import fmean
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
+from hpctrain.core.units import plural
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
@@ -50,7 +51,7 @@ class PointSummary:
     def size(self) -> str:
         """Ranks and nodes as text."""
         ranks, nodes, _ = self.records[0].layout
-        return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        return f"{plural(ranks, 'rank')} on {plural(nodes, 'node')}"
 
     @property
     def oversubscribed(self) -> bool:
@@ -202,10 +203,6 @@ class StudyResults:
     def failed(self) -> list[PointRecord]:
         """Records of failed repeats."""
         return [each for each in self.records if not each.is_done]
-
-    def mode_of(self, point: Point) -> str:
-        """Return whether a point belongs to strong or to weak scaling."""
-        return str(point.get("mode", self.config.study.mode))
 
     @property
     def modes(self) -> str:

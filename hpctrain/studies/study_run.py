@@ -126,9 +126,10 @@ class Study:
             path = self.folder.points_file(repeat)
             with self._explained(), self._held(repeat) as lease, Records(path) as records:
                 # Another process may have measured some of the missing attempts.
-                done = {each.order for each in self.folder.read_points() if each.status == "done"}
+                known = self.folder.read_points()
+                done = {each.order for each in known if each.status == "done"}
                 left = [attempt for attempt in of_repeat if attempt.order not in done]
-                failures = failures or RepeatedFailures(self.folder.read_points())
+                failures = failures or RepeatedFailures(known)
                 self._keep_environment()
                 for attempt in left:
                     clear(self.folder, attempt)

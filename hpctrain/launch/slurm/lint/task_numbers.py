@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from hpctrain.core.units import plural
 from hpctrain.launch.slurm.lint.script import BatchScript, Fault, Options, number
 
 _PLACES = ("-N", "--map-by", "-map-by", "-npernode", "--npernode", "-ppn", "-perhost", "-ppr")
@@ -47,10 +48,10 @@ def unequal_gpus(script: BatchScript) -> Iterator[Fault]:
         return
     do = f"#SBATCH --ntasks-per-node={gpus}"
     if tasks > gpus:
-        what = f"each rank must have its own GPU, but {tasks} share {gpus} GPU{'s' * (gpus != 1)}"
+        what = f"each rank must have its own GPU, but {tasks} share {plural(gpus, 'GPU')}"
         yield "warning", what, f"{do}, or --gpus-per-node={tasks}"
     else:
-        of = f"{tasks} rank{'s' * (tasks != 1)} for {gpus} GPUs of a node"
+        of = f"{plural(tasks, 'rank')} for {gpus} GPUs of a node"
         what = f"each GPU must have a rank, but with {of} {gpus - tasks} would be idle"
         yield "warning", what, do
 
