@@ -209,7 +209,7 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_rank(here, configure):
         ),
         (
             ["sync.method=staged_sgd", "sync.args.warmup_epochs=-1"],
-            "sync.args.warmup_epochs must be a number of epochs, at least 0, got -1",
+            "sync.args.warmup_epochs must be at least 0, got -1",
         ),
         (
             ["sync.method=staged_sgd", "sync.args={warmup_epochs = 3, cooldown_epochs = 2}"],
