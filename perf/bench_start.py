@@ -92,8 +92,8 @@ def start() -> None:
     from hpctrain.comm import build  # noqa: PLC0415
 
     clock.watch(build, "share_memory", "memory")
-    clock.watch(factory.planning, "decide", "plan")
-    clock.watch(factory.planning, "measured", "probe")
+    clock.watch(factory, "decide", "plan")
+    clock.watch(factory, "measured", "probe")
     clock.watch(initialization, "ProcessSets", "named")
     hvd.init()
     clock.note("rest")

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,8 @@ class Bucket:
     number: int = 0
     """Number of the bucket in its communicator, which ranks compare before a reduction."""
     owner: object = None  # ``SharedMemory`` that created the bucket, or None
+    sums: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """The reductions that ``owner`` has prepared, by operation and factor."""
 
     @cached_property
     def addresses(self) -> Any:

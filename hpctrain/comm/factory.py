@@ -15,8 +15,8 @@ from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.flight_recorder import FlightRecorder
 from hpctrain.comm.node_processes import NodeProcesses
-from hpctrain.comm.plan import planning
 from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.planning import decide, measured, memory_wanted, pinned
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
@@ -89,11 +89,11 @@ def _facts(settings: Settings) -> RankFacts:
 
 def _alone(settings: Settings) -> Connection:
     topology, comm = Topology.from_facts([_facts(settings)], 0), SerialCommunicator()
-    decision = planning.decide(
+    decision = decide(
         comm,
         topology,
         settings,
-        planning.pinned(comm, settings),
+        pinned(comm, settings),
         node_memory="alone",
         num_threads=torch.get_num_threads(),  # keeps results identical to a run without hpctrain
     )
@@ -128,21 +128,21 @@ def _together(
         presence.check, hosts=hosts, rank=rank, timeout_s=settings.timeout, notices=presence
     )
     flat = MpiCommunicator(world, watch=watch)
-    stored = planning.pinned(flat, settings)
-    decide = partial(planning.decide, flat, topology, settings, stored, num_threads=num_threads)
+    stored = pinned(flat, settings)
+    choose = partial(decide, flat, topology, settings, stored, num_threads=num_threads)
     notes = [preflight.core_warning(topology), about_devices]
     comm: Communicator
     if settings.engine == "horovod":
-        decision = decide(node_memory="none")
+        decision = choose(node_memory="none")
         engine = import_module("hpctrain.comm.horovod_engine")  # imports Horovod
         comm = engine.join(world, topology, decision.plan, settings, watch)
     else:
-        method = planning.memory_wanted(settings, stored)
+        method = memory_wanted(settings, stored)
         node, refusal = build.share_memory(world, topology, method, watch)
-        decision = decide(node_memory="memfd" if node else "none")
+        decision = choose(node_memory="memfd" if node else "none")
         comm = build.join(world, node, topology, decision.plan, watch)
         notes.append(refusal and f"gradients go flat over MPI: {refusal}")
-    decision = planning.measured(decision, comm, world, topology, watch)
+    decision = measured(decision, comm, world, topology, watch)
     return Connection(
         comm=comm,
         topology=topology,

@@ -109,9 +109,14 @@ class HierarchicalCommunicator(MpiCommunicator):
     ) -> Work:
         """Reduce a bucket in place, or a tensor by the algorithm of the plan for its size."""
         if isinstance(tensor, Bucket):
-            check_scale(tensor.flat, scale)
-            self._check_owned(tensor)
-            self._allreduce_bucket(tensor, combination(tensor.flat.dtype, op), scale)
+            if scale is not None:
+                check_scale(tensor.flat, scale)
+            if tensor.owner is not self.node:
+                raise _foreign(tensor)
+            if self._one_node:
+                self.node.allreduce_(tensor, op, scale)
+            else:
+                self._allreduce_bucket(tensor, combination(tensor.flat.dtype, op), scale)
             return FINISHED
         algorithm = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
         return self.allreduce_by(algorithm, tensor, op=op, scale=scale)
@@ -143,7 +148,8 @@ class HierarchicalCommunicator(MpiCommunicator):
     @in_step
     def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
         """Sum this rank's slice over the buckets of the node."""
-        self._check_owned(bucket)
+        if bucket.owner is not self.node:
+            raise _foreign(bucket)
         return self._reduce_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def part_of(self, bucket: Bucket) -> Tensor:
@@ -174,18 +180,8 @@ class HierarchicalCommunicator(MpiCommunicator):
             self.node.close()
         super().close()
 
-    def _check_owned(self, bucket: Bucket) -> None:
-        if bucket.owner is not self.node:
-            raise CommError(
-                f"a bucket must be reduced by the communicator that created it, got a bucket of "
-                f"{bucket.numel} elements of another communicator; create it with new_bucket() of "
-                f"this communicator, or pass its tensor"
-            )
-
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
-        if self._one_node:
-            self.node.allreduce_(bucket, how, scale)
-            return
+        """Reduce a bucket over the nodes."""
         early, late = scaled_when(scale, how)
         aligned = self.num_rails == self.node.local_size
         if aligned and 0 < self.plan.chunk_bytes < self.part_of(bucket).nbytes:
@@ -278,3 +274,11 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _sum_over_rail(self, part: Tensor, how: Combination) -> None:
         if self._rail is not None and part.numel():
             self._rail.reduce_(part, how)
+
+
+def _foreign(bucket: Bucket) -> CommError:
+    return CommError(
+        f"a bucket must be reduced by the communicator that created it, got a bucket of "
+        f"{bucket.numel} elements of another communicator; create it with new_bucket() of this "
+        f"communicator, or pass its tensor"
+    )

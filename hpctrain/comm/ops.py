@@ -60,7 +60,7 @@ _KERNEL_NUMBERS |= {torch.bool: 8}
 _SCALE_ELEMENTS = 1 << 16  # elements scaled and rounded at a time, which fit the cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Combination:
     """Combines values of one dtype by one operation.
 

@@ -67,7 +67,7 @@ from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Result, Signatu
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
-    from hpctrain.comm.node.kernel import Reduce
+    from hpctrain.comm.node.kernel import Sum
     from hpctrain.comm.plan.plan import Plan
     from hpctrain.negotiation.pending_table import ResponseCache
 
@@ -356,7 +356,7 @@ class Known(NamedTuple):
     how: Combination | None = None
     scale: float | None = None
     num_bytes: int = 0
-    reduce: "Reduce | None" = None  # the reduction by the kernel
+    reduce: "Sum | None" = None  # the reduction by the kernel
 
 
 class FastPath:
@@ -485,7 +485,7 @@ class FastPath:
         views = tuple(slots.views(dtype, shape, turn) for turn in (0, 1))
         reduce = None
         if self._kernel is not None and how.kernel_number >= 0:
-            reduce = self._kernel.reduction(how.kernel_number, shape.numel(), what.scale)
+            reduce = self._kernel.commit_of(how.kernel_number, shape.numel(), what.scale)
         return Known(*known[:3], views, how, what.scale, num_bytes, reduce)
 
     def _is_direct(self, num_bytes: int, how: Combination) -> bool:

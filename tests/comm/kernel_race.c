@@ -40,7 +40,7 @@ static int finish(Node *node, int code) {
 
 /* Commits a reduction; a rank that waits for long polls, as fast_path.py does. */
 static int commit(Node *node, int64_t number, int turn, char *values, int numel) {
-    Reduction what = {INT32, 0, numel, 0};
+    Reduction what = {0, numel, 0, DIRECT, INT32, 0};
     int64_t word = number << NUMBER_BITS | (number % 7 + 1);
     int code = hpctrain_commit(node, &what, word, turn, values);
     if (code != LATE) return code;
@@ -76,13 +76,11 @@ static void *rank_main(void *argument) {
                 numel = numel * 4 < SLOT_BYTES ? numel : SLOT_BYTES / 4;
                 code = commit(node, num_commits++, turn, (char *)own, numel);
                 turn = 1 - turn;
-            } else if (kind == BUCKET) {
-                code = hpctrain_bucket(node, call, turn, INT32, (char **)buckets, numel, 0, 0, 0);
-                turn = 1 - turn;
             } else {
-                code = hpctrain_values(node, call, turn, INT32, (char *)own, numel, 0, 0,
-                                       kind == SLICES);
-                int num_chunks = (numel * 4 + SLOT_BYTES - 1) / SLOT_BYTES;
+                Reduction what = {call, numel, 0, kind, INT32, 0};
+                int num_chunks = kind == BUCKET ? 1 : (numel * 4 + SLOT_BYTES - 1) / SLOT_BYTES;
+                code = hpctrain_sum(node, &what, turn, 0,
+                                    kind == BUCKET ? (void *)buckets : (void *)own);
                 turn = (turn + (num_chunks ? num_chunks : 1)) % 2;
             }
         }

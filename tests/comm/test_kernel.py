@@ -14,7 +14,17 @@ import torch
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.node import kernel as kernel_module
 from hpctrain.comm.node import kernel_build
-from hpctrain.comm.node.kernel import DIFFERENT, DONE, LATE, Kernel, Library, library
+from hpctrain.comm.node.kernel import (
+    BUCKET,
+    DIFFERENT,
+    DIRECT,
+    DONE,
+    LATE,
+    SLICES,
+    Kernel,
+    Library,
+    library,
+)
 from hpctrain.comm.node.node_barrier import NodeBarrier
 from hpctrain.comm.node.shared_memory import combine, spread
 from hpctrain.comm.ops import Op, combination
@@ -126,14 +136,14 @@ def test_random_sums_have_the_bits_of_torch(seed):
             if kind == "barrier":
                 code = kernel.barrier()
             elif kind == "bucket":
-                what = how.kernel_number, addresses_of(values), numel, scale
-                code = kernel.sum_bucket(number, turn, what, checks_finite=False)
+                total = kernel.sum_of(BUCKET, number, how.kernel_number, numel, scale)
+                code = total(turn, 0, addresses_of(values))
                 turn = 1 - turn
             else:
                 mine = how.view(values[rank])
-                in_slices = kind == "slices"
-                what = how.kernel_number, mine.data_ptr(), mine.numel(), scale
-                code = kernel.sum_values(number, turn, what, in_slices=in_slices)
+                way = SLICES if kind == "slices" else DIRECT
+                total = kernel.sum_of(way, number, how.kernel_number, mine.numel(), scale)
+                code = total(turn, 0, mine.data_ptr())
                 turn = (turn + max(1, -(-mine.nbytes // SLOT_BYTES))) % 2
             assert end(kernel, code) == DONE
 
@@ -153,8 +163,8 @@ def test_a_sum_that_is_not_finite_is_counted_if_asked(bad, checks_finite):
         value[250] = bad
 
     def rank_main(_, kernel):
-        what = 0, addresses_of(values), 300, None
-        return end(kernel, kernel.sum_bucket(1, 0, what, checks_finite=checks_finite))
+        total = kernel.sum_of(BUCKET, 1, 0, 300, None)
+        return end(kernel, total(0, checks_finite, addresses_of(values)))
 
     assert node.run(rank_main) == [DONE, DONE]
     assert node.cells[4::8].tolist() == [0, int(checks_finite)]
@@ -165,9 +175,8 @@ def test_different_calls_are_found_on_all_ranks_before_values_change():
     values = [torch.arange(50.0) for _ in range(3)]
 
     def rank_main(rank, kernel):
-        call, address = 7 + (rank == 1), values[rank].data_ptr()
-        what = 0, address, 50, None
-        return end(kernel, kernel.sum_values(call, 0, what, in_slices=True))
+        total = kernel.sum_of(SLICES, 7 + (rank == 1), 0, 50, None)
+        return end(kernel, total(0, 0, values[rank].data_ptr()))
 
     assert Node(3).run(rank_main) == [DIFFERENT] * 3
     assert all(torch.equal(value, torch.arange(50.0)) for value in values)

@@ -87,9 +87,10 @@ typedef struct {
 } Node;
 
 typedef struct {
-    int32_t dtype, is_scaled;
-    int64_t numel; /* fits a slot */
+    /* A sum that can be repeated. */
+    int64_t call, numel; /* elements of a commit fit a slot */
     double scale;
+    int32_t kind, dtype, is_scaled;
 } Reduction;
 
 /* --- sums ------------------------------------------------------------------------------------ */
@@ -488,28 +489,23 @@ int hpctrain_barrier(Node *node) {
     return run(node, -1);
 }
 
-static int begin(Node *node, int kind, int64_t call, int turn, int dtype, size_t numel,
-                 double scale, int is_scaled) {
-    node->kind = kind, node->at = ENTER;
-    node->call = call, node->turn = turn, node->dtype = dtype;
-    node->numel = numel, node->begun = 0;
-    node->scale = scale, node->is_scaled = is_scaled;
+/* ``memory``: the buckets of all ranks, or the values of this rank. */
+static void set(Node *node, const Reduction *what, int turn, int looks, void *memory) {
+    node->kind = what->kind, node->at = ENTER, node->turn = turn, node->looks = looks;
+    node->call = what->call, node->dtype = what->dtype;
+    node->numel = (size_t)what->numel, node->begun = 0;
+    node->scale = what->scale, node->is_scaled = what->is_scaled;
+    if (what->kind == BUCKET)
+        memcpy(node->buckets, memory, node->size * sizeof *node->buckets);
+    else
+        node->values = memory;
+}
+
+/* Replaces buckets, or values, by their sum over the ranks; ``looks``: counts a sum that is not
+   finite. */
+int hpctrain_sum(Node *node, const Reduction *what, int turn, int looks, void *memory) {
+    set(node, what, turn, looks, memory);
     return run(node, -1);
-}
-
-/* Replaces the buckets, given by rank, by their sum. */
-int hpctrain_bucket(Node *node, int64_t call, int turn, int dtype, char *const *buckets,
-                    size_t numel, double scale, int is_scaled, int looks) {
-    memcpy(node->buckets, buckets, node->size * sizeof *buckets);
-    node->looks = looks;
-    return begin(node, BUCKET, call, turn, dtype, numel, scale, is_scaled);
-}
-
-/* Replaces values by their sum over the ranks, each of which sums all of it, or one slice. */
-int hpctrain_values(Node *node, int64_t call, int turn, int dtype, char *values, size_t numel,
-                    double scale, int is_scaled, int in_slices) {
-    node->values = values, node->looks = 0;
-    return begin(node, in_slices ? SLICES : DIRECT, call, turn, dtype, numel, scale, is_scaled);
 }
 
 /* ``bells``: those of this rank, of rank 0, and of the children of this rank. */
@@ -520,12 +516,10 @@ void hpctrain_use_words(Node *node, int64_t *words, int num_bells, const int64_t
 
 /* Prepares a repeated reduction, and replaces the values by their sum if it is committed. Returns
    LATE if it remains prepared, DIFFERENT if it is aborted. */
-int hpctrain_commit(Node *node, const Reduction *what, int64_t word, int turn, char *values) {
+int hpctrain_commit(Node *node, const Reduction *what, int64_t word, int turn, void *values) {
     double yields_at = 0, now;
     int code;
-    node->kind = DIRECT, node->turn = turn, node->looks = 0;
-    node->dtype = what->dtype, node->numel = (size_t)what->numel, node->begun = 0;
-    node->scale = what->scale, node->is_scaled = what->is_scaled, node->values = values;
+    set(node, what, turn, 0, values);
     DELAY();
     memcpy(slot(node, node->rank), values, node->numel * item_bytes[node->dtype]);
     if (node->rank) {

@@ -23,20 +23,23 @@ DONE, LATE, DIFFERENT, FAILED = range(4)
 
 _INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
 
-Reduce = Callable[[int, int, int], int]
-Values = tuple[int, Any, int, float | None]
-"""The ``kernel_number`` of a combination, an address or the addresses of all ranks, the number of
-elements, and the factor of the sum."""
+BUCKET, DIRECT, SLICES = range(1, 4)
+"""Kinds of sums: buckets; values that every rank sums; values of which every rank sums a slice."""
+
+Sum = Callable[[int, int, Any], int]
+"""A prepared sum: the arguments of a call are described by the method that returns it."""
 
 
 class ReductionStruct(ctypes.Structure):
-    """A repeated reduction of ``numel`` elements, which fit a slot."""
+    """A prepared sum; C reads it in each call, since one argument costs as much as a short sum."""
 
     _fields_ = (
-        ("dtype", ctypes.c_int32),  # the ``kernel_number`` of a combination
-        ("is_scaled", ctypes.c_int32),
+        ("call", ctypes.c_int64),  # the number that ranks compare
         ("numel", ctypes.c_int64),
         ("scale", ctypes.c_double),
+        ("kind", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),  # the ``kernel_number`` of a combination
+        ("is_scaled", ctypes.c_int32),
     )
 
 
@@ -58,7 +61,6 @@ class Library:
             raise OSError(f"{file} was compiled from another kernel.c; install hpctrain again")
         address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         wide, real = ctypes.c_int64, ctypes.c_double
-        scaled: list[Any] = [number, address, size, real, number, number]
         for library in (self.calls, self.instant):
             library.hpctrain_node_bytes.restype = size
             library.hpctrain_prepare.argtypes = [
@@ -66,8 +68,7 @@ class Library:
             ]
             library.hpctrain_barrier.argtypes = [address]
             library.hpctrain_resume.argtypes = [address, real]
-            library.hpctrain_bucket.argtypes = [address, wide, number, *scaled]
-            library.hpctrain_values.argtypes = [address, wide, number, *scaled]
+            library.hpctrain_sum.argtypes = [address, address, number, number, address]
             library.hpctrain_use_words.argtypes = [address, address, number, address]
             library.hpctrain_commit.argtypes = [address, address, wide, number, address]
         text = ctypes.c_char_p
@@ -125,8 +126,7 @@ class Kernel:
         )
         """Result of the last call; at first ``DONE``, or ``FAILED`` with too many ranks."""
         self._barrier, self._resume = instant.hpctrain_barrier, calls.hpctrain_resume
-        self._bucket = instant.hpctrain_bucket, calls.hpctrain_bucket
-        self._values = instant.hpctrain_values, calls.hpctrain_values
+        self._sums = instant.hpctrain_sum, calls.hpctrain_sum
         self._use_words = calls.hpctrain_use_words
         self._commits = instant.hpctrain_commit, calls.hpctrain_commit
 
@@ -134,22 +134,25 @@ class Kernel:
         """Begin a barrier; return the result, such as ``DONE``."""
         return int(self._barrier(self._state))
 
-    def sum_bucket(self, call: int, turn: int, values: Values, *, checks_finite: bool) -> int:
-        """Begin to sum the buckets of all ranks in place; return the result."""
-        dtype, addresses, numel, scale = values
-        function = self._bucket[numel > _INSTANT_NUMEL]
-        what = call, turn, dtype, addresses, numel, scale or 0.0, scale is not None
-        return int(function(self._state, *what, checks_finite))
+    def sum_of(self, kind: int, call: int, dtype: int, numel: int, scale: float | None) -> Sum:
+        """Return a function that begins a sum in place and returns the result, such as ``DONE``.
 
-    def sum_values(self, call: int, turn: int, values: Values, *, in_slices: bool) -> int:
-        """Begin to sum contiguous values in place, through the slots; return the result."""
-        dtype, address, numel, scale = values
-        function = self._values[numel > _INSTANT_NUMEL]
-        what = call, turn, dtype, address, numel, scale or 0.0, scale is not None
-        return int(function(self._state, *what, in_slices))
+        The arguments of the function are the turn, whether sums that are not finite are counted,
+        and the address of the contiguous values, or of a bucket the addresses of all ranks.
+
+        Args:
+            kind: ``BUCKET``, ``DIRECT`` or ``SLICES``.
+            call: number that ranks compare before the sum.
+            dtype: the ``kernel_number`` of a combination.
+            numel: number of elements.
+            scale: factor of the sum, or None.
+        """
+        what = ReductionStruct(call, numel, scale or 0.0, kind, dtype, scale is not None)
+        function = self._sums[numel > _INSTANT_NUMEL]
+        return partial(function, self._state, ctypes.byref(what))  # which keeps ``what``
 
     def use_words(self, words: int, bells: Sequence[int]) -> None:
-        """Set the memory that functions returned by ``reduction`` use.
+        """Set the memory that functions returned by ``commit_of`` use.
 
         Args:
             words: address of the words of the node.
@@ -158,16 +161,16 @@ class Kernel:
         given = (ctypes.c_int64 * len(bells))(*bells)
         self._use_words(self._state, words, len(bells), given)
 
-    def reduction(self, dtype: int, numel: int, scale: float | None) -> Reduce:
-        """Return a function that reduces values in place, if all ranks have prepared them.
+    def commit_of(self, dtype: int, numel: int, scale: float | None) -> Sum:
+        """Return a function that sums values in place, if all ranks have prepared the sum.
 
         The arguments of the function are the word of this rank, the turn, and the address of the
-        values. The function returns ``DONE``; ``LATE`` if the reduction remains prepared, because
-        another rank is late; or ``DIFFERENT`` if it is aborted.
+        values, which fit a slot. The function returns ``DONE``; ``LATE`` if the sum remains
+        prepared, because another rank is late; or ``DIFFERENT`` if it is aborted.
         """
-        what = ReductionStruct(dtype, scale is not None, numel, scale or 0.0)
+        what = ReductionStruct(0, numel, scale or 0.0, DIRECT, dtype, scale is not None)
         function = self._commits[numel > _INSTANT_NUMEL]
-        return partial(function, self._state, ctypes.byref(what))  # which keeps ``what``
+        return partial(function, self._state, ctypes.byref(what))
 
     def is_over(self, sleep_s: float = 0.0) -> bool:
         """Continue a call that has returned ``LATE``; return whether the call is complete.

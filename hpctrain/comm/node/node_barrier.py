@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.node.kernel import DONE, FAILED, LATE, Kernel, library, why_off
+from hpctrain.comm.flight_recorder import Call
+from hpctrain.comm.node.kernel import DONE, FAILED, LATE, Kernel, Sum, library, why_off
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.ops import Combination
 from hpctrain.comm.waiting import IN_NODE, SPIN_S, Watch
 from hpctrain.core.libc import Segment
 
@@ -65,6 +67,15 @@ class NodeBarrier:
             rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
             kernel = Kernel(functions, rank, size, phases_s, [*memory, *rounds], slot_bytes)
             self.kernel = kernel if kernel.code == DONE else None
+
+    def sum_of(
+        self, kind: int, call: Call, how: Combination, numel: int, scale: float | None
+    ) -> Sum | None:
+        """Return ``Kernel.sum_of``, or None if the kernel is off or does not support the sum."""
+        kernel, number = self.kernel, how.kernel_number
+        if kernel is None or number < 0:
+            return None
+        return kernel.sum_of(kind, call.number, number, numel, scale)
 
     def finish(self, code: int) -> int:
         """Wait until a call of the kernel is complete; return its code.

@@ -18,11 +18,11 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.flight_recorder import Call
-from hpctrain.comm.node import node_memory
-from hpctrain.comm.node.kernel import DIFFERENT
+from hpctrain.comm.node.kernel import BUCKET, DIFFERENT, DIRECT, SLICES, Sum
 from hpctrain.comm.node.node_barrier import NodeBarrier
+from hpctrain.comm.node.node_memory import allocate, allocate_by, reserve
 from hpctrain.comm.node.segments import LINE_BYTES, Region, map_in_a_row
-from hpctrain.comm.ops import Combination, scale_
+from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
@@ -151,53 +151,44 @@ class SharedMemory:
         chunks = chunks_of(peers, self.local_rank)
         return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets, self)
 
-    def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
+    def allreduce_(self, bucket: Bucket, op: Op, scale: float | None) -> None:
         """Replace the bucket by its sum over the node, times ``scale``, in one pass."""
-        call = bucket_call(bucket.number, combination.op, scale)
-        kernel, number = self.waits.kernel, combination.kernel_number
-        # Slices of complex numbers end between two of their lanes; an empty bucket has no peers.
-        is_plain = bucket.peers and combination.storage_dtype.itemsize == bucket.flat.itemsize
-        if kernel is not None and is_plain and number >= 0:
-            self.begin(call)
-            what = number, bucket.addresses, bucket.numel, scale
-            code = kernel.sum_bucket(
-                call.number, self.turn, what, checks_finite=self._checks_finite
-            )
-            self._finish(code, call)
+        call, total = bucket.sums.get((op, scale)) or self._prepare(bucket, op, scale)
+        self.begin(call)
+        if total is not None:
+            if code := total(self.turn, self._checks_finite, bucket.addresses):
+                self._finish(code, call)
             self.switch_slots(2 * bucket.flat.nbytes)
             return
-        self.check_call(call)
+        how = combination(bucket.flat.dtype, op)
+        self.await_others(call)
         for parts in bucket.chunks:
-            spread(combine(parts, combination, scale), parts, combination)
+            spread(combine(parts, how, scale), parts, how)
             self._count(parts, passes=2)
-            self._count_nonfinite(combination.view(parts[0]))
+            self._count_nonfinite(how.view(parts[0]))
         self.barrier()
 
-    def reduce_values(
-        self,
-        values: Tensor,
-        combination: Combination,
-        scale: float | None,
-        call: Call,
-        *,
-        in_slices: bool,
-    ) -> bool:
-        """Replace ``values`` by their sum with the compiled kernel, after ``begin(call)``.
+    def _prepare(self, bucket: Bucket, op: Op, scale: float | None) -> tuple[Call, Sum | None]:
+        """Return the call, and the sum by the kernel or None; store them in the bucket."""
+        how, call = combination(bucket.flat.dtype, op), bucket_call(bucket.number, op, scale)
+        total = None
+        # Slices of complex numbers end between two of their lanes; an empty bucket has no peers.
+        if bucket.peers and how.storage_dtype.itemsize == bucket.flat.itemsize:
+            total = self.waits.sum_of(BUCKET, call, how, bucket.numel, scale)
+        if len(bucket.sums) >= MAX_VIEWS:
+            bucket.sums.clear()
+        bucket.sums[op, scale] = call, total
+        return call, total
 
-        Returns False, without a sum, if the kernel does not support the values.
-        """
-        kernel, number = self.waits.kernel, combination.kernel_number
-        if kernel is None or number < 0 or not values.is_cpu:
-            return False
-        what = number, values.data_ptr(), values.numel(), scale
-        code = kernel.sum_values(call.number, self.turn, what, in_slices=in_slices)
-        self._finish(code, call)
+    def sum_values(self, total: Sum, values: Tensor, call: Call) -> None:
+        """Replace ``values`` by their sum with the compiled kernel, after ``begin(call)``."""
+        if code := total(self.turn, 0, values.data_ptr()):
+            self._finish(code, call)
         increment_version((values,))
         self.turn = (self.turn + self.slots.num_chunks(values)) % 2
-        return True
 
     def _finish(self, code: int, call: Call) -> None:
-        """Wait until a call of the kernel is complete; raise its error."""
+        """Wait until a call of the kernel that is not ``DONE`` is complete; raise its error."""
         if self.waits.finish(code) == DIFFERENT:
             self.turn = 1 - self.turn
             raise self._disagreement(call, of_node=False)
@@ -250,9 +241,7 @@ class SharedMemory:
         self._count(parts)
         self._count_nonfinite(combination.view(parts[0]))
 
-    def new_region(
-        self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
-    ) -> Region:
+    def new_region(self, num_bytes: int, reserve: Callable[[int], int] = reserve) -> Region:
         """Create zeroed memory that all ranks of the node map as one contiguous range.
 
         Each rank allocates an equal part, on the NUMA node of its socket unless ``reserve``
@@ -261,16 +250,14 @@ class SharedMemory:
         """
         share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
         map_all = partial(map_in_a_row, num_bytes=share)
-        return self._agreed(
-            lambda: node_memory.allocate_by(map_all, self._watched, share, reserve)
-        )
+        return self._agreed(lambda: allocate_by(map_all, self._watched, share, reserve))
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
         """Create a zeroed segment on every rank, and map all segments; return them by local rank.
 
         A segment exists while it is referenced. Raises ``NodeMemoryError`` as ``new_bucket`` does.
         """
-        return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
+        return self._agreed(lambda: allocate(self._watched, num_bytes))
 
     def gather(self, value: T) -> list[T]:
         """Return the picklable values of all ranks of the node, by local rank."""
@@ -399,6 +386,7 @@ class SharedSlots:
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
         self._views = lru_cache(MAX_VIEWS)(self._make_views)
         self._bucket_of = lru_cache(MAX_VIEWS)(self._make_bucket)
+        self._sum_of = lru_cache(MAX_VIEWS)(self._prepare)
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return the number of elements of ``dtype`` that fit a slot."""
@@ -411,10 +399,11 @@ class SharedSlots:
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
         node = self._node
-        call = tensor_call(combination.op, values.dtype, values.numel(), scale)
+        call, total = self._sum_of(DIRECT, combination, values.numel(), scale)
         node.count((1 + node.local_size) * values.nbytes)
         node.begin(call)
-        if node.reduce_values(values, combination, scale, call, in_slices=False):
+        if total is not None:
+            node.sum_values(total, values, call)
             return
         for chunk in values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
@@ -427,9 +416,10 @@ class SharedSlots:
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums one slice, then reads all slices."""
         node = self._node
-        call = tensor_call(combination.op, values.dtype, values.numel(), scale)
+        call, total = self._sum_of(SLICES, combination, values.numel(), scale)
         node.begin(call)
-        if node.reduce_values(values, combination, scale, call, in_slices=True):
+        if total is not None:
+            node.sum_values(total, values, call)
             node.count(4 * values.nbytes)
             return
         for chunk in values.split(self.numel(values.dtype)):
@@ -437,6 +427,13 @@ class SharedSlots:
             node.sum_slice(bucket, combination, scale)
             node.barrier()
             self.leave(chunk, bucket, None)
+
+    def _prepare(
+        self, kind: int, how: Combination, numel: int, scale: float | None
+    ) -> tuple[Call, Sum | None]:
+        """Return the call of a reduction, and the sum by the kernel or None."""
+        call = tensor_call(how.op, how.storage_dtype, numel, scale)
+        return call, self._node.waits.sum_of(kind, call, how, numel, scale)
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy the 1-D ``values``, which must fit a slot, to this rank's slot; begin ``call``.

@@ -231,11 +231,11 @@ def measured(
     """If ``decision`` has a key, measure, then use and store the fastest plan. Collective."""
     if not decision.key:
         return decision
-    from hpctrain.comm.plan import probe  # noqa: PLC0415 - needs MPI
+    from hpctrain.comm.plan.probe import measure, measure_horovod  # noqa: PLC0415 - needs MPI
 
     by_horovod = decision.plan.engine == "horovod"
-    measure: Any = probe.measure_horovod if by_horovod else probe.measure
-    plan = measure(comm, world, decision.plan, watch)
+    function: Any = measure_horovod if by_horovod else measure
+    plan = function(comm, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))
     return PlanDecision(plan=plan, origin="measurement")

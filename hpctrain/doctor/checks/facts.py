@@ -72,6 +72,7 @@ class CoreFacts:
     num_granted: int = 1
     """Cores of the machine that the job may use, according to scheduler and kernel."""
     num_siblings: int = 1  # hardware threads of a core
+    load: MachineLoad | None = None  # load of the machine; None in a rank of a launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +172,6 @@ class Facts:
     limits: LimitFacts = LimitFacts()
     horovod_error: str = ""
     """Reason why the engine Horovod cannot be loaded, and the remedy; empty unless requested."""
-    load: MachineLoad | None = None  # load of the machine; None in a rank of a launch
     gpus: GpuFacts = GpuFacts()
     visible: VisibleGpus = VisibleGpus()
     gpu_network: GpuNetworkFacts = field(default_factory=GpuNetworkFacts)

@@ -88,11 +88,12 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
 
 def check_load(facts: Facts) -> Found:
     """Report a machine that is busy with other processes."""
-    if facts.load is None:  # the load is unknown, or this process is a rank of a launch
+    load = facts.cores.load
+    if load is None:  # the load is unknown, or this process is a rank of a launch
         return ()
-    if what := facts.load.fault:
+    if what := load.fault:
         return warning(what, "top shows the processes; wait for their end, or request whole nodes")
-    return ok(facts.load.describe())
+    return ok(load.describe())
 
 
 def check_threads(ranks: Sequence[Facts]) -> Found:

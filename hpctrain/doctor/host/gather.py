@@ -77,6 +77,7 @@ def gather(
             quota=resources.quota(),
             num_granted=resources.num_granted(environ),
             num_siblings=resources.num_siblings(),
+            load=None if lightly or launched(environ) else measured_for(LOAD_S),
         ),
         memory=_memory(environ),
         network=_network(),
@@ -84,7 +85,6 @@ def gather(
         horovod_error="" if lightly else _horovod_error(environ),
         gpus=replace(gpus, num_devices=num_gpus),
         visible=VisibleGpus(names=named(environ)),
-        load=None if lightly or launched(environ) else measured_for(LOAD_S),
         gpu_network=gather_gpu_network.gather(environ, tried),
         directories=tried,
     )

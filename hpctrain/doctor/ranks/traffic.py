@@ -23,9 +23,9 @@ LARGE_S = 8e-3  # a message is large enough if it takes this time in one directi
 ENDLESS_S = 0.2  # a message that takes this time is not repeated
 LARGE_RUNS = 3
 FEWEST_ROUNDS = 3  # minimum partners of a node; with two, links connect all nodes
-MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
-"""Number of slow links that are measured again, number of repetitions, and seconds before each.
-Repetitions distinguish a bad cable from other work of a host, which ends after a while."""
+MOST_DOUBTS, PAUSES_S = 4, (0.1, 0.2, 0.4, 0.8, 1.6)
+"""Number of slow links that are measured again, and seconds before each repetition. Repetitions
+distinguish a bad cable from other work of a host, which ends after a while."""
 COUNTED = Path("/proc/net/dev")
 _WORD_BYTES = 4  # InfiniBand counts words
 
@@ -56,10 +56,10 @@ def links_between(
         links += measure(comm, pairs)
         if not comm.broadcast_object(number < FEWEST_ROUNDS or time.monotonic() < end):
             break
-    for _ in range(DOUBTED):
+    for pause_s in PAUSES_S:
         doubts = slow(links)[:MOST_DOUBTS]
         if doubts:
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
         for doubt in doubts:
             again = measure(comm, [doubt.ranks])[0]
             links[links.index(doubt)] = doubt.with_best_of(again)
