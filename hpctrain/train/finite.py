@@ -44,10 +44,10 @@ class StepGuard:
     any parameter changes, without an additional message. With local steps a rank skips only its
     own step, and the other ranks receive the flag at the next synchronization.
 
-    Gradients may be infinite or NaN although the loss is finite. The guard detects this when it
-    knows their norm: with ``train.clip_norm``, and with the actions "skip" and "rollback". In
-    other configurations the loss of the next step is not finite, and the error names the last step
-    that was taken.
+    Gradients may be infinite or NaN although the loss is finite. The guard detects this with
+    ``train.clip_norm`` and ``train.clip_value``, which compute a norm, with float16, and with the
+    actions "skip" and "rollback". In other configurations the loss of the next step is not
+    finite, and the error names the last step that was taken.
 
     The step header also contains the mean loss of all samples, so all ranks detect the same
     spikes.
