@@ -47,6 +47,7 @@ MEASURED = replace(
 @pytest.mark.parametrize(
     ("num_ranks", "num_cores", "threads", "overlap"),
     [
+        (1, 8, 1, "end"),
         (2, 2, 1, "end"),
         (4, 2, 1, "end"),
         (2, 4, 1, "thread"),

@@ -56,10 +56,10 @@ def choose_plan(
     overlap = settings.overlap
     if overlap == "auto":
         # A thread that sums competes with backward for cores and needs a free core to be useful.
-        # If backward runs on an accelerator, the cores are idle.
+        # If backward runs on an accelerator, the cores are idle. One rank alone has no sums.
         num_busy = (max(threads) + 1) * len(topology.core_peers)
         free_core = topology.devices > 0 or topology.num_peer_cores >= num_busy
-        overlap = "thread" if free_core else "end"
+        overlap = "thread" if free_core and topology.size > 1 else "end"
     one_level = topology.num_nodes == 1 or node_memory == "none"
     tensors = _tensors_of(topology, node_memory, oversubscribed=bool(topology.shared_cores))
     if settings.engine == "horovod" and node_memory != "alone":
