@@ -59,9 +59,11 @@ static void *rank_main(void *argument) {
     seed = (unsigned)(first_seed * 100 + rank);
     *next++ = (intptr_t)cells, *next++ = (intptr_t)&sign;
     for (int r = 0; r < num_ranks; r++) *next++ = (intptr_t)slots[r];
-    for (int k = 0; (1 << k) < num_ranks; k++) {
+    for (int k = 0; (1 << k) < num_ranks && (k == 0 || num_ranks > FEW); k++) {
         *next++ = (intptr_t)&semaphores[rank][k];
         *next++ = (intptr_t)&semaphores[(rank + (1 << k)) % num_ranks][k];
+        for (int r = 2; r < num_ranks && num_ranks <= FEW; r++)
+            *next++ = (intptr_t)&semaphores[(rank + r) % num_ranks][k];
     }
     hpctrain_prepare(node, rank, num_ranks, 1e-6, 1e-6, SLOT_BYTES, addresses);
     hpctrain_use_words(node, words, 2, own_bells);

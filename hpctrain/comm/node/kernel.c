@@ -6,8 +6,9 @@
    Memory of the node; the caller gives all addresses:
      cells       8 int64 per rank, one cache line, which only this rank writes: 0 and 1 hold the
                  numbers of its calls in turns 0 and 1, 4 counts its sums that are not finite.
-     semaphores  one per rank and round of the barrier: in round k rank r posts the one of rank
-                 r + 2^k and waits for its own.
+     semaphores  one per rank and round of the barrier. Up to FEW ranks have one round, in which a
+                 rank posts those of all others and waits for as many posts of its own; more ranks
+                 have one post in each round: in round k rank r posts that of rank r + 2^k.
      sign        one int64: not zero after a call of the communicator has failed on a rank.
      buckets     one per rank. Rank r reads and writes slice r of all of them, after the barrier
                  that begins a call and before the barrier that ends it.
@@ -59,7 +60,8 @@
 #endif
 
 enum { DONE, LATE, DIFFERENT, FAILED };
-enum { MOST_RANKS = 1024, MOST_ROUNDS = 10, CELLS = 8, UNFINITE = 4, ALIGN = 64, BLOCK = 2048 };
+enum { MOST_RANKS = 1024, MOST_ROUNDS = 10, FEW = 8, CELLS = 8, UNFINITE = 4 };
+enum { ALIGN = 64, BLOCK = 2048 };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, INT16, INT32, INT64, BOOL, NUM_DTYPES };
 enum { BARRIER, BUCKET, DIRECT, SLICES };
 enum { ENTER, COMPARE, LEAVE };
@@ -68,7 +70,7 @@ enum { NOTHING = 0, NUMBER_BITS = 20, NUM_POLLS = 20 };
 
 typedef struct {
     /* What one rank knows of its node. */
-    int32_t rank, size, num_rounds;
+    int32_t rank, size, num_rounds, num_posts; /* rounds of a barrier, and posts of a round */
     double spin_s, yield_s; /* phases of a wait, after which a call returns LATE */
     int64_t *cells;
     volatile int64_t *sign;
@@ -79,7 +81,7 @@ typedef struct {
     sem_t *bells[MOST_BELLS];
     int32_t num_bells;
     /* The current call. */
-    int32_t kind, at, round, is_posted, turn, dtype, is_scaled, looks;
+    int32_t kind, at, round, is_posted, num_taken, turn, dtype, is_scaled, looks;
     int64_t call;
     double scale;
     char *values, *buckets[MOST_RANKS];
@@ -269,9 +271,12 @@ static int wait_for(const Node *node, sem_t *semaphore, double nap_s) {
 static int pass(Node *node, double nap_s) {
     for (; node->round < node->num_rounds; node->round++, node->is_posted = 0) {
         DELAY();
-        if (!node->is_posted) sem_post(node->next[node->round]);
+        for (int i = 0; i < node->num_posts && !node->is_posted; i++)
+            sem_post(node->next[node->round * node->num_posts + i]);
         node->is_posted = 1;
-        if (!wait_for(node, node->mine[node->round], nap_s)) return LATE;
+        for (; node->num_taken < node->num_posts; node->num_taken++)
+            if (!wait_for(node, node->mine[node->round], nap_s)) return LATE;
+        node->num_taken = 0;
     }
     node->round = 0;
     return *node->sign ? FAILED : DONE;
@@ -467,7 +472,7 @@ int hpctrain_vector_bytes(void) {
 size_t hpctrain_node_bytes(void) { return sizeof(Node); }
 
 /* ``addresses``: cells, sign, then the slots of all ranks, then per round the semaphore that this
-   rank waits for and the one that it posts. */
+   rank waits for and those that it posts. */
 int hpctrain_prepare(Node *node, int rank, int size, double spin_s, double yield_s,
                      size_t slot_bytes, const int64_t *addresses) {
     memset(node, 0, sizeof *node);
@@ -477,9 +482,11 @@ int hpctrain_prepare(Node *node, int rank, int size, double spin_s, double yield
     node->cells = (int64_t *)*addresses++;
     node->sign = (int64_t *)*addresses++;
     for (int r = 0; r < size; r++) node->slots[r] = (char *)*addresses++;
-    for (; (1 << node->num_rounds) < size; node->num_rounds++) {
+    node->num_posts = size <= FEW ? size - 1 : 1;
+    for (int reach = 1; reach < size; reach = size <= FEW ? size : 2 * reach, node->num_rounds++) {
         node->mine[node->num_rounds] = (sem_t *)*addresses++;
-        node->next[node->num_rounds] = (sem_t *)*addresses++;
+        for (int i = 0; i < node->num_posts; i++)
+            node->next[node->num_rounds * node->num_posts + i] = (sem_t *)*addresses++;
     }
     return DONE;
 }

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 OVERSUBSCRIBED = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
 """Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
+FEW = 8  # ranks that wait for each other in one round; posts to all then take less than rounds
 
 
 class NodeBarrier:
-    """Dissemination barrier of the ranks that map ``segments``.
+    """Barrier of the ranks that map ``segments``.
 
-    In round k rank r posts the semaphore of rank r + 2^k and waits for the post of rank r - 2^k,
-    modulo n, so each rank posts ceil(log2 n) times. A semaphore counts posts, so a post of the
-    next barrier is not lost. All ranks must have created the barrier before any rank waits.
+    Up to ``FEW`` ranks have one round: each rank posts the semaphores of all other ranks, and
+    waits for as many posts of its own. With more ranks, in round k rank r posts the semaphore of
+    rank r + 2^k and waits for the post of rank r - 2^k, modulo n: ceil(log2 n) rounds. A
+    semaphore counts posts, so a post of the next barrier is not lost: a rank posts it only after
+    all ranks have begun this barrier. All ranks must have created the barrier before any waits.
 
     Args:
         segments: zeroed memory of each rank, by rank.
@@ -44,12 +47,13 @@ class NodeBarrier:
         self._meanwhile: InFlight | None = None
         size = len(segments)
         places = range(first_byte, first_byte + self.num_bytes(size), LINE_BYTES)
+        steps = [range(1, size)] if size <= FEW else [[1 << k] for k in range(len(places))]
         self._rounds = tuple(
-            (Semaphore(segments[rank], byte), Semaphore(segments[(rank + (1 << k)) % size], byte))
-            for k, byte in enumerate(places)
+            tuple(Semaphore(segments[(rank + step) % size], byte) for step in (0, *of_round))
+            for of_round, byte in zip(steps, places, strict=False)
         )
-        """The semaphore to wait for and the semaphore to post, by round."""
-        for mine, _ in self._rounds:
+        """By round: the semaphore to wait for, and the semaphores to post."""
+        for mine, *_ in self._rounds:
             mine.initialise()
         self.kernel: Kernel | None = None  # set by ``use_kernel``; None if it is off
 
@@ -64,7 +68,7 @@ class NodeBarrier:
         functions = None if why_off() else library()
         if functions is not None:
             size, phases_s = len(memory) - 2, (self.pace.spin_s, self.pace.yield_s)
-            rounds = [semaphore.address for pair in self._rounds for semaphore in pair]
+            rounds = [semaphore.address for round_ in self._rounds for semaphore in round_]
             kernel = Kernel(functions, rank, size, phases_s, [*memory, *rounds], slot_bytes)
             self.kernel = kernel if kernel.code == DONE else None
 
@@ -114,15 +118,17 @@ class NodeBarrier:
         if self.kernel is not None and meanwhile is None:
             self.finish(self.kernel.barrier())
             return
-        for mine, next_one in self._rounds:
-            next_one.post()
-            if mine.try_wait():
-                continue
-            if meanwhile is None:
-                self._watch.wait(mine.try_wait, self.pace, sleep=mine.wait)
-            else:
-                poll = partial(_polled, meanwhile, mine)
-                self._watch.wait(poll, meanwhile.pace(), sleep=mine.wait)
+        for mine, *others in self._rounds:
+            for other in others:
+                other.post()
+            for _ in others:
+                if mine.try_wait():
+                    continue
+                if meanwhile is None:
+                    self._watch.wait(mine.try_wait, self.pace, sleep=mine.wait)
+                else:
+                    poll = partial(_polled, meanwhile, mine)
+                    self._watch.wait(poll, meanwhile.pace(), sleep=mine.wait)
         # A rank that failed in the barrier may have changed its bucket afterwards.
         if self._watch.sign[0]:
             self._watch.require_in_step()
