@@ -158,7 +158,8 @@ class StudyOptions:
 def run(options: StudyOptions) -> None:
     """Measure all points of a scaling study, each several times, in random order.
 
-    After a kill, the same command continues: recorded points are not measured again. A point that
+    SIGINT, SIGTERM or SIGHUP ends the study and the ranks of the present point, which is not
+    recorded. The same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
     1. The study stops if three attempts in a row fail with one error that no point causes: before
     any point succeeded, or at points that succeeded before.

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import signal
 from importlib import resources
 from pathlib import Path
 
@@ -41,10 +40,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("study.toml").write_text(STUDY)
     Path("fake.sh").write_text(FAKE)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in handlers.items():  # ``study run`` sets its own
-        signal.signal(number, handler)
 
 
 def run(*words):
