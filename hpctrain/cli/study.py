@@ -77,8 +77,10 @@ def study() -> None:
 def init(
     path: File,
     *,
-    mode: Literal["strong", "weak"] = option(
-        "strong", "strong|weak", "Same work on more ranks, or work that grows with the ranks."
+    mode: Literal["strong", "weak", "both"] = option(
+        "strong",
+        "strong|weak|both",
+        "Same work on more ranks, work that grows with the ranks, or both, interleaved.",
     ),
     command: str = option(
         "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="an example"
@@ -295,7 +297,7 @@ def _describe(
     counts = Counter(each.text for each in sorted(attempts, key=lambda each: each.layout))
     for text, repeats in counts.items():
         many = next(a for a in attempts if a.text == text).is_oversubscribed(cores, hosts)
-        note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" * many
+        note = f"  oversubscribed: {found.config.study.describe_machine()}" * many
         typer.echo(f"{text}  x {repeats}{note}")
     if attempts:
         place = found.folder.attempts / attempts[0].name

@@ -73,19 +73,14 @@ class StudyBar(Bar):
     @property
     def state(self) -> str:
         """Text with the present point, the number of measured points, and how to continue."""
-        done = self._num_attempts - len(self._left)
-        return (
-            f"{self._present}, after {done} of {self._num_attempts} repeats of points; the same "
-            f"command measures the others"
-        )
+        count = f"{self._num_done} of {self._num_attempts} repeats of points"
+        return f"{self._present}, after {count}; the same command measures the others"
 
     def begun(self, attempt: "PointRepeat") -> None:
         """Show the point of the attempt that starts."""
         self._present = f"in {attempt.text} repeat {attempt.repeat}"
-        left_s = self._study.expected_s(self._left.values())
-        text = attempt.text + (f"  {format_seconds(left_s)} left" if left_s else "")
-        done = self._num_attempts - len(self._left)
-        self._bar.update(self._task, completed=done, description=text)
+        text = attempt.text + self._left_text()
+        self._bar.update(self._task, completed=self._num_done, description=text)
 
     def ended(self, record: "PointRecord") -> None:
         """Print the result of the attempt that has ended."""
@@ -101,4 +96,14 @@ class StudyBar(Bar):
         del self._left[record.order]
         self._present = "between two points"
         line = f"{record.text}  repeat {record.repeat}: {text}"
+        if not self._console.is_terminal:
+            line += f"  [{self._num_done} of {self._num_attempts}{self._left_text()}]"
         self._console.print(line, soft_wrap=True)
+
+    @property
+    def _num_done(self) -> int:
+        return self._num_attempts - len(self._left)
+
+    def _left_text(self) -> str:
+        left_s = self._study.expected_s(self._left.values())
+        return f", {format_seconds(left_s)} left" if left_s else ""

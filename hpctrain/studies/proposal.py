@@ -170,15 +170,14 @@ class Proposal:
         results, about = self.results, self.results.environment or {}
         versions = about.get("versions") or {}
         software = ", ".join(f"{name} {text}" for name, text in versions.items() if text)
-        table = results.config.study
-        cores = table.cores or about.get("cores") or "?"
+        cores = results.config.study.describe_machine(about.get("cores"))
         gpu = f", {results.gpu} for each rank" if results.gpu else ""
         machine = f"{about.get('host') or 'unknown host'}, {about.get('cpu') or 'unknown CPU'}"
         mpi = about.get("mpi") or "MPI library not recorded"
         commit = about.get("commit") or "not recorded"
         return [
             f"Model: {results.model}. Command: {results.config.command.run}",
-            f"Machine: {machine}, {cores} cores on each of {table.hosts} hosts{gpu}.",
+            f"Machine: {machine}, {cores}{gpu}.",
             f"Software: {software or 'not recorded'}; {mpi}; commit {commit}.",
             f"Measured: {results.dates}.",
         ]

@@ -259,7 +259,7 @@ class StudyResults:
             str(about.get("host") or "unknown host"),
             *([f"{self.gpu} for each rank"] if self.gpu else []),
             str(about.get("cpu") or "unknown processor"),
-            f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts",
+            table.describe_machine(about.get("cores")),
         ]
         software = [f"{name} {versions.get(name) or '?'}" for name in ("hpctrain", "torch")]
         software += [str(about.get("mpi") or "no MPI library recorded"), self.dates]

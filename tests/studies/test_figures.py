@@ -186,7 +186,7 @@ def test_the_caption_has_mode_model_batch_machine_versions_and_date():
     assert generated.complete(config=asked, records=records).caption.splitlines() == [
         "digits: strong scaling of CNN of 1 M parameters",
         "64 samples in a step of all ranks",
-        "login1, NVIDIA H200 for each rank, AMD EPYC 7763, 4 cores on each of 1 hosts",
+        "login1, NVIDIA H200 for each rank, AMD EPYC 7763, 4 cores on 1 host",
         "hpctrain ?, torch 2.13.0, Open MPI 5.0.11, 2026-11-25",
     ]
 

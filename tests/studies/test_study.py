@@ -314,4 +314,7 @@ def test_a_study_started_by_nohup_survives_a_hangup(tmp_path):
     finally:
         signal.signal(signal.SIGHUP, before)
     output, _ = process.communicate()
+    lines = output.splitlines()
+    assert re.search(r"samples/s.* \[1 of 12, .*s left\]$", lines[0])
+    assert re.search(r" \[12 of 12\]$", lines[11])
     assert "12 of 12 measured, 0 failed" in output
