@@ -160,7 +160,9 @@ class Proposal:
         for title, limit in self.limits.items():
             text = f"{title}: {limit.text}"
             if limit.largest is not None and (hours := self._node_hours(limit.largest)):
-                text += f" At {limit.largest.size}, {self._amount} costs {hours:.3g} node-hours."
+                text += (
+                    f" Cost at {limit.largest.size}: {hours:.3g} node-hours for {self._amount}."
+                )
             found.append(text)
         if self.results.remarks:
             found.append("Attention: some points were disturbed; see the conditions below.")

@@ -202,5 +202,7 @@ def test_samples_per_step_are_an_integer_or_a_mean():
     caption = generated.complete(records=records).caption
     mean = records[0].samples / records[0].num_steps
     assert f"on average {mean:.1f} samples in a step" in caption
+    other = [replace(each, samples=each.samples - 9 * each.point["ranks"]) for each in records]
+    assert generated.complete(records=other).caption.count("on average") == 1
     about = generated.environment(mpi=None)
     assert "no MPI library recorded" in generated.complete(environment=about).caption
