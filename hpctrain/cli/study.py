@@ -77,8 +77,10 @@ def study() -> None:
 def init(
     path: File,
     *,
-    mode: Literal["strong", "weak"] = option(
-        "strong", "strong|weak", "Same work on more ranks, or work that grows with the ranks."
+    mode: Literal["strong", "weak", "both"] = option(
+        "strong",
+        "strong|weak|both",
+        "Same work on more ranks, work that grows with the ranks, or both, interleaved.",
     ),
     command: str = option(
         "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="an example"
@@ -158,7 +160,8 @@ class StudyOptions:
 def run(options: StudyOptions) -> None:
     """Measure all points of a scaling study, each several times, in random order.
 
-    After a kill, the same command continues: recorded points are not measured again. A point that
+    SIGINT, SIGTERM or SIGHUP ends the study and the ranks of the present point, which is not
+    recorded. The same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
     1. The study stops if three attempts in a row fail with one error that no point causes: before
     any point succeeded, or at points that succeeded before.
@@ -294,7 +297,7 @@ def _describe(
     counts = Counter(each.text for each in sorted(attempts, key=lambda each: each.layout))
     for text, repeats in counts.items():
         many = next(a for a in attempts if a.text == text).is_oversubscribed(cores, hosts)
-        note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" * many
+        note = f"  oversubscribed: {found.config.study.describe_machine()}" * many
         typer.echo(f"{text}  x {repeats}{note}")
     if attempts:
         place = found.folder.attempts / attempts[0].name

@@ -1,7 +1,11 @@
 """Measurement of a study on a terminal."""
 
+import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, TextColumn
@@ -15,13 +19,42 @@ if TYPE_CHECKING:
     from hpctrain.studies.study_run import Study
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def measure(found: "Study", attempts: "list[PointRepeat]") -> bool:
-    """Measure attempts with a progress bar; return False if the study stopped early."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # An exception ends the ranks of the present point.
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
-    with StudyBar(found, attempts) as bar:
+    """Measure attempts with a progress bar; return False if the study stopped early.
+
+    SIGINT, SIGTERM and SIGHUP end the ranks of the present point, which is not recorded, and then
+    this process, with exit code 128 plus the number of the signal.
+    """
+    with StudyBar(found, attempts) as bar, _ending_on_signals(bar):
         return found.measure(attempts, begun=bar.begun, ended=bar.ended)
+
+
+@contextmanager
+def _ending_on_signals(bar: "StudyBar") -> Iterator[None]:
+    """Raise ``SystemExit`` at the first signal inside the block."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # nohup and `&` of a shell ignore some signals, which stay ignored.
+    taken = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for each in taken:  # a second signal would interrupt the end of the ranks
+            signal.signal(each, signal.SIG_IGN)
+        # On an overloaded machine, the end of the ranks takes long. The signal may have
+        # interrupted a write to sys.stderr, which therefore cannot be used.
+        line = f"hpctrain: {signal.Signals(number).name} ends the study {bar.state}\n"
+        os.write(2, f"{chr(10) * os.isatty(2)}{line}".encode())
+        sys.exit(128 + number)
+
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 class StudyBar(Bar):
@@ -34,14 +67,20 @@ class StudyBar(Bar):
         super().__init__(self._console, count, BarColumn(), text)
         self._study, self._num_attempts = found, len(attempts)
         self._left = {attempt.order: attempt for attempt in attempts}
+        self._present = "before its first point"
         self._task = self._bar.add_task("", total=len(attempts))
+
+    @property
+    def state(self) -> str:
+        """Text with the present point, the number of measured points, and how to continue."""
+        count = f"{self._num_done} of {self._num_attempts} repeats of points"
+        return f"{self._present}, after {count}; the same command measures the others"
 
     def begun(self, attempt: "PointRepeat") -> None:
         """Show the point of the attempt that starts."""
-        left_s = self._study.expected_s(self._left.values())
-        text = attempt.text + (f"  {format_seconds(left_s)} left" if left_s else "")
-        done = self._num_attempts - len(self._left)
-        self._bar.update(self._task, completed=done, description=text)
+        self._present = f"in {attempt.text} repeat {attempt.repeat}"
+        text = attempt.text + self._left_text()
+        self._bar.update(self._task, completed=self._num_done, description=text)
 
     def ended(self, record: "PointRecord") -> None:
         """Print the result of the attempt that has ended."""
@@ -55,5 +94,16 @@ class StudyBar(Bar):
                     f"{record.machine_cores} cores"
                 )
         del self._left[record.order]
+        self._present = "between two points"
         line = f"{record.text}  repeat {record.repeat}: {text}"
+        if not self._console.is_terminal:
+            line += f"  [{self._num_done} of {self._num_attempts}{self._left_text()}]"
         self._console.print(line, soft_wrap=True)
+
+    @property
+    def _num_done(self) -> int:
+        return self._num_attempts - len(self._left)
+
+    def _left_text(self) -> str:
+        left_s = self._study.expected_s(self._left.values())
+        return f", {format_seconds(left_s)} left" if left_s else ""

@@ -52,7 +52,7 @@ def draw_page(canvas: Any, figures: Sequence[Figure], about: str) -> Any:
     size = 6 + inches / 7
     above = {"x": 0.01, "ha": "left", "va": "top", "fontsize": size, "color": _GREY}
     canvas.text(
-        y=0.985 - (14 + inches / 3) / 72 / canvas.get_figheight(), s="\n".join(lines), **above
+        y=0.985 - (10 + inches / 3) / 72 / canvas.get_figheight(), s="\n".join(lines), **above
     )
     for axes, figure in zip(
         canvas.subplots(1, len(figures), squeeze=False)[0], figures, strict=True

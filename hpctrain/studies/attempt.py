@@ -98,7 +98,7 @@ def _wait(
             return None
         finally:
             # `hpctrain launch` kills its ranks at the second signal.
-            for patience_s in (1.0, _GRACE_S):
+            for patience_s in (1.0, 2.0):
                 if process is not None and process.returncode is None:
                     process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):

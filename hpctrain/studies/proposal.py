@@ -160,7 +160,9 @@ class Proposal:
         for title, limit in self.limits.items():
             text = f"{title}: {limit.text}"
             if limit.largest is not None and (hours := self._node_hours(limit.largest)):
-                text += f" At {limit.largest.size}, {self._amount} costs {hours:.3g} node-hours."
+                text += (
+                    f" Cost at {limit.largest.size}: {hours:.3g} node-hours for {self._amount}."
+                )
             found.append(text)
         if self.results.remarks:
             found.append("Attention: some points were disturbed; see the conditions below.")
@@ -170,15 +172,14 @@ class Proposal:
         results, about = self.results, self.results.environment or {}
         versions = about.get("versions") or {}
         software = ", ".join(f"{name} {text}" for name, text in versions.items() if text)
-        table = results.config.study
-        cores = table.cores or about.get("cores") or "?"
+        cores = results.config.study.describe_machine(about.get("cores"))
         gpu = f", {results.gpu} for each rank" if results.gpu else ""
         machine = f"{about.get('host') or 'unknown host'}, {about.get('cpu') or 'unknown CPU'}"
         mpi = about.get("mpi") or "MPI library not recorded"
         commit = about.get("commit") or "not recorded"
         return [
             f"Model: {results.model}. Command: {results.config.command.run}",
-            f"Machine: {machine}, {cores} cores on each of {table.hosts} hosts{gpu}.",
+            f"Machine: {machine}, {cores}{gpu}.",
             f"Software: {software or 'not recorded'}; {mpi}; commit {commit}.",
             f"Measured: {results.dates}.",
         ]

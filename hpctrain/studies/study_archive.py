@@ -24,6 +24,8 @@ SUMS = "SHA256SUMS"
 STUDY, FILES = "study", "files"  # folders of an archive
 
 _LARGEST = MIB  # bytes of a file that counts as a script, and not as data
+_LEAST, _RATIO = 64 * MIB, 200
+"""Largest size of the files of an archive: in bytes, or, if larger, relative to the archive."""
 _SUFFIXES = (".py", ".toml", ".sh")  # of scripts outside of the current directory
 _MODULE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 _RECORDS = ("STUDY.toml", "environment.json", "points*.jsonl", "*.sbatch", "imported/*.csv")
@@ -135,15 +137,22 @@ def unpack(contents: Mapping[str, bytes], place: Path) -> None:
 
 
 def read(archive: Path) -> dict[str, bytes]:
-    """Return the contents of an archive by name. Raises ``DataError`` if a checksum differs."""
+    """Return the contents of an archive by name.
+
+    Raises ``DataError``: a checksum differs, or the archive has links, or files outside of it, or
+    files that are far larger than the archive.
+    """
     found: dict[str, bytes] = {}
+    unsafe = set[str]()
     try:
         with tarfile.open(archive, "r:gz") as file:
-            for member in file:
+            for member in _members(file, max(_LEAST, _RATIO * archive.stat().st_size)):
+                path = PurePosixPath(member.name)
+                name = "/".join(path.parts[1:]) or member.name
                 data = file.extractfile(member) if member.isfile() else None
-                found["/".join(PurePosixPath(member.name).parts[1:])] = (
-                    data.read() if data else b""
-                )
+                found[name] = data.read() if data else b""
+                if data is None or path.is_absolute() or ".." in path.parts:
+                    unsafe.add(name)
         lines = found[SUMS].decode().splitlines()
         sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
         sums[SUMS] = _sum_of(found[SUMS])
@@ -152,7 +161,6 @@ def read(archive: Path) -> dict[str, bytes]:
             f"{archive} must be a complete archive of `hpctrain study export`, but reading "
             f"failed: {error!r}; copy it again"
         ) from None
-    unsafe = {name for name in found if name.startswith("/") or ".." in name.split("/")}
     changed = sums.items() ^ {name: _sum_of(data) for name, data in found.items()}.items()
     if wrong := unsafe | {name for name, _ in changed}:
         raise DataError(
@@ -160,6 +168,15 @@ def read(archive: Path) -> dict[str, bytes]:
             f"differs; copy it again"
         )
     return found
+
+
+def _members(file: tarfile.TarFile, limit: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive. Raises ``ValueError``: they exceed ``limit`` bytes."""
+    for member in file:
+        limit -= member.size
+        if limit < 0:
+            raise ValueError(f"{member.name} and the files before it are too large")
+        yield member
 
 
 def _commands(config: StudyConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import keys_of
 from hpctrain.core.target import hint
 from hpctrain.core.toml_values import TomlValues, flat, read_toml
+from hpctrain.core.units import plural
 
 LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
 
@@ -43,7 +44,8 @@ class StudyTable(CheckedFields):
     model: str = ""
     """Name of the model, for titles of figures and reports; by default the command."""
     repeats: Number = 5
-    """Measurements of each point: every repeat measures all points, in random order."""
+    """Measurements of each point: every repeat measures all points, in random order. To shorten a
+    study, train fewer steps, or remove ranks or repeats: 3 repeats give intervals of 75 %."""
     seed: Count = 0
     """Seed of the random order."""
     warm_up: Count = 10
@@ -59,6 +61,12 @@ class StudyTable(CheckedFields):
     hosts: Number = 1
     """Real hosts. Further nodes of a point are declared nodes that share their cores; a point with
     more ranks than cores is oversubscribed: measured, but without an efficiency."""
+
+    def describe_machine(self, counted: int | None = None) -> str:
+        """Return the cores and hosts as text; ``counted`` cores if ``cores`` is 0."""
+        cores, each = self.cores or counted, "each of " * (self.hosts > 1)
+        count = plural(cores, "core") if cores else "? cores"
+        return f"{count} on {each}{plural(self.hosts, 'host')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,8 +203,11 @@ def load(path: Path) -> StudyConfig:
     return config
 
 
-def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
+def example(mode: Literal["strong", "weak", "both"], script: str = "") -> StudyConfig:
     """Return an example study of ``script``; by default of the handwritten digits."""
+    factors: dict[str, Any] = {"ranks": [1, 2, 4], "batch": [16 if mode == "weak" else 64]}
+    if mode == "both":
+        factors["mode"] = [*_MODES]
     variables: dict[str, Any] = {"OMP_NUM_THREADS": 1}
     if script:
         name, run, target, settings = "script", script, {}, {}
@@ -212,8 +223,10 @@ def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
             "log.plots": False,
         }
     return StudyConfig(
-        factors={"ranks": [1, 2, 4, 8], "batch": [64 if mode == "strong" else 16]},
-        study=StudyTable(name=f"{name}-{mode}", mode=mode, target=target),
+        factors=factors,
+        study=StudyTable(
+            name=f"{name}-{mode}", mode="weak" if mode == "weak" else "strong", target=target
+        ),
         command=CommandTable(run=run, set=settings, environment=variables),
     )
 

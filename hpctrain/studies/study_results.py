@@ -253,19 +253,21 @@ class StudyResults:
         """Lines above each figure: name, mode and model; batch; machine; versions and date."""
         table, about = self.config.study, self.environment or {}
         batches = sorted({each.batch for each in self.done})
-        whole = ", ".join(map(shown_batch, batches[:4])) + ", ..." * (len(batches) > 4)
+        texts = [f"{each:.1f}".removesuffix(".0") for each in batches[:4]]
+        whole = ", ".join(texts) + ", ..." * (len(batches) > 4)
+        mean = "on average " * any(each != int(each) for each in batches)
         versions = about.get("versions") or {}
         where = [
             str(about.get("host") or "unknown host"),
             *([f"{self.gpu} for each rank"] if self.gpu else []),
             str(about.get("cpu") or "unknown processor"),
-            f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts",
+            table.describe_machine(about.get("cores")),
         ]
         software = [f"{name} {versions.get(name) or '?'}" for name in ("hpctrain", "torch")]
         software += [str(about.get("mpi") or "no MPI library recorded"), self.dates]
         lines = [
             f"{table.name}: {self.modes} scaling of {self.model}",
-            f"{whole} samples in a step of all ranks",
+            f"{mean}{whole} samples in a step of all ranks",
             ", ".join(where),
             ", ".join(software),
         ]

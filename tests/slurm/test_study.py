@@ -56,3 +56,31 @@ def test_an_array_measures_a_study_and_a_resubmission_measures_lost_points(slurm
     assert "4 repeats measured, 0 failed" in report.output()
     # the measuring jobs print this, not the report
     assert "4 of 4 measured" not in report.output()
+
+
+ONE_TO_FOUR = f"""
+factors = {{ nodes = [1, 2, 3, 4], batch = [24] }}
+study = {{ name = "s", repeats = 1, warm_up = 2 }}
+[command]
+run = "python {ROOT}/examples/measured.py --batch {{rank_batch}} --steps 8"
+environment = {{ OMP_NUM_THREADS = 1, HPCTRAIN_PROBE = "off" }}
+"""
+
+
+@pytest.mark.limit(900)
+def test_a_study_on_one_to_four_nodes_gives_the_report_of_a_proposal(slurm, tmp_path):
+    (tmp_path / "study.toml").write_text(ONE_TO_FOUR)
+    done = slurm.run(["hpctrain", "study", "run", "study.toml", "--slurm"], cwd=tmp_path)
+    array, report = (
+        slurm.job(int(n)) for n in re.findall(r"^job (\d+):", done.stdout, re.MULTILINE)
+    )
+    [task] = array.tasks()
+    assert task.wait(400) == "COMPLETED", task.output()
+    report.wait(100)
+    slurm.run(["hpctrain", "study", "report", "studies/s", "--for", "eurohpc"], cwd=tmp_path)
+    text = (tmp_path / "studies/s/proposal.md").read_text()
+    for size in range(1, 5):
+        assert f"\n| {size} | {size} | 24 | " in text
+    assert "#SBATCH --ntasks-per-node=1\n" in text
+    assert "Base of speed-up and efficiency: 1 rank on 1 node" in text
+    assert (tmp_path / "studies/s/proposal.pdf").stat().st_size > 10_000

@@ -1,16 +1,19 @@
 """An archive contains what was measured, and gives the same conclusions elsewhere."""
 
+import io
 import os
 import shutil
 import tarfile
 from dataclasses import replace
-from pathlib import Path
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
 
 import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.study import app
 from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.units import MIB
 from hpctrain.studies.reproduction import FAILS, HOLDS, Reproduction
 from hpctrain.studies.study_archive import SUMS, export, files_of, read
 from hpctrain.studies.study_file import load
@@ -179,6 +182,33 @@ def test_a_changed_or_incomplete_archive_is_rejected(tmp_path):
         read(Path("b.tar.gz"))
     with pytest.raises(DataError, match="complete archive"):
         run("reproduce", "study.toml")
+
+
+@pytest.mark.parametrize("kind", ["absolute", "above", "symbolic link", "link", "huge"])
+def test_an_unsafe_archive_is_rejected_and_writes_no_file(tmp_path, kind):
+    member = tarfile.TarInfo("s/files/x")
+    data, outside = b"", tmp_path / "outside"
+    if kind == "absolute":
+        member.name = str(outside)
+    elif kind == "above":
+        member.name = "s/../../outside"
+    elif kind == "huge":
+        data = bytes(65 * MIB)
+    else:
+        member.type = tarfile.SYMTYPE if "symbolic" in kind else tarfile.LNKTYPE
+        member.linkname = str(outside)
+    member.size = len(data)
+    name = "/".join(PurePosixPath(member.name).parts[1:])
+    sums = f"{sha256(data).hexdigest()}  {name}\n".encode()  # the checksums are right
+    with tarfile.open("bad.tar.gz", "w:gz", compresslevel=1) as file:
+        head = tarfile.TarInfo(f"s/{SUMS}")
+        head.size = len(sums)
+        file.addfile(head, io.BytesIO(sums))
+        file.addfile(member, io.BytesIO(data))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=r"bad\.tar\.gz.*copy it again"):
+        run("reproduce", "bad.tar.gz")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_another_archive_needs_another_folder():

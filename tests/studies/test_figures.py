@@ -186,7 +186,7 @@ def test_the_caption_has_mode_model_batch_machine_versions_and_date():
     assert generated.complete(config=asked, records=records).caption.splitlines() == [
         "digits: strong scaling of CNN of 1 M parameters",
         "64 samples in a step of all ranks",
-        "login1, NVIDIA H200 for each rank, AMD EPYC 7763, 4 cores on each of 1 hosts",
+        "login1, NVIDIA H200 for each rank, AMD EPYC 7763, 4 cores on 1 host",
         "hpctrain ?, torch 2.13.0, Open MPI 5.0.11, 2026-11-25",
     ]
 
@@ -202,5 +202,7 @@ def test_samples_per_step_are_an_integer_or_a_mean():
     caption = generated.complete(records=records).caption
     mean = records[0].samples / records[0].num_steps
     assert f"on average {mean:.1f} samples in a step" in caption
+    other = [replace(each, samples=each.samples - 9 * each.point["ranks"]) for each in records]
+    assert generated.complete(records=other).caption.count("on average") == 1
     about = generated.environment(mpi=None)
     assert "no MPI library recorded" in generated.complete(environment=about).caption

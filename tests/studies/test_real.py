@@ -101,7 +101,7 @@ def test_the_digits_study_runs_on_virtual_hosts(tmp_path, mode):
     )
     factors = {**made.factors, "ranks_per_node": [2]}
     config = replace(made, factors=factors, study=study, command=command)
-    _, records = measured(tmp_path, render(config), num_points=4)
+    _, records = measured(tmp_path, render(config), num_points=3)
     for record in records:
         assert not record.oversubscribed
         assert (record.rail_bytes > 0) == (record.point["ranks"] > 2)

@@ -21,6 +21,8 @@ from hpctrain.studies.attempt import OUTPUT, carry_out
 from hpctrain.studies.point_records import StudyFolder
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable, load
 from hpctrain.studies.study_run import Study
+from tests.harness.pace import scaled
+from tests.processes import wait_until
 
 RANKS = [1, 2, 3]
 
@@ -234,9 +236,13 @@ run = "sh fake.sh {ranks}"
 
 def start(folder: Path) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"], cwd=folder,
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
 
 
 @pytest.mark.launches
@@ -265,3 +271,50 @@ def test_a_study_killed_at_random_times_resumes_to_the_same_points(tmp_path, how
     found = Counter((line["point"]["ranks"], line["repeat"]) for line in map(json.loads, lines))
     assert found == Counter((ranks, repeat) for ranks in RANKS for repeat in range(4))
     assert left_over(folder) == []
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_the_first_signal_ends_a_point_that_ignores_signals_and_the_second_changes_nothing(
+    tmp_path, how
+):
+    (tmp_path / "study.toml").write_text(STUDY)
+    script, folder = tmp_path / "fake.sh", tmp_path / "studies/killed"
+    records = FAKE.replace("{ranks}", "$1")
+    script.write_text(f"trap '' INT TERM HUP\n{records} echo begun; sleep 600\n")
+    process = start(tmp_path)
+    assert wait_until(
+        lambda: any(each.read_text() for each in folder.rglob(OUTPUT)), limit_s=60
+    ), process.stderr.read()
+    process.send_signal(signal.Signals[how])
+    line = next(line for line in process.stderr if line.startswith("hpctrain: SIG"))
+    assert process.poll() is None  # the line appears before the point has ended
+    process.send_signal(signal.Signals[how])
+    output, _ = process.communicate(timeout=scaled(30))
+    assert process.returncode == 128 + signal.Signals[how]
+    assert re.search(
+        rf"{how} ends the study in ranks=\d repeat 0, after 0 of 12 repeats of points; the same "
+        "command measures the others",
+        line,
+    )
+    assert (output, points(folder), left_over(folder)) == ("", [], [])
+    assert not [*folder.rglob("lease.json")]
+    script.write_text(records)
+    output, _ = start(tmp_path).communicate()
+    assert "12 of 12 measured, 0 failed" in output
+    assert not [*folder.rglob("lease.json")]
+
+
+def test_a_study_started_by_nohup_survives_a_hangup(tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY)
+    (tmp_path / "fake.sh").write_text(FAKE.replace("{ranks}", "$1") + "kill -HUP $PPID\n")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    output, _ = process.communicate()
+    lines = output.splitlines()
+    assert re.search(r"samples/s.* \[1 of 12, .*s left\]$", lines[0])
+    assert re.search(r" \[12 of 12\]$", lines[11])
+    assert "12 of 12 measured, 0 failed" in output

@@ -28,14 +28,14 @@ def read(folder: Path, text: str):
     return load(path)
 
 
-@pytest.mark.parametrize("mode", ["strong", "weak"])
+@pytest.mark.parametrize("mode", ["strong", "weak", "both"])
 @pytest.mark.parametrize("script", ["", "python train.py"])
 def test_a_file_written_by_init_is_read_back(tmp_path, mode, script):
     made = example(mode, script)
     text = render(made)
     assert read(tmp_path, text) == made
     assert max(map(len, text.splitlines())) <= 99
-    assert len(attempts_of(made)) == 4 * 5
+    assert len(attempts_of(made)) == 3 * 5 * (1 + (mode == "both"))
 
 
 def test_placeholders_are_replaced_in_commands_settings_and_variables(tmp_path):
