@@ -34,7 +34,8 @@ _LOCAL_HEADER_BYTES = 30
 _UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
 
 Columns = Mapping[str, Any]
-"""By field, an object with ``shape`` that returns samples for ``[ascending indices]``."""
+"""For each field an object with a ``shape``; ``object[indices]`` returns the samples at ascending
+indices."""
 
 
 class Opened:
@@ -123,7 +124,7 @@ def _opened(path: Path, member: str | None) -> Array:
 
 
 def _member(path: Path, name: str) -> Array:
-    """Map an uncompressed array, so that ranks of a node share its memory; read all others."""
+    """Map an uncompressed array, so that ranks of a node share its memory; read other arrays."""
     npy = np.lib.format
     with zipfile.ZipFile(path) as archive, archive.open(name) as file:
         info = archive.getinfo(name)

@@ -121,7 +121,10 @@ def _form(
 
 
 def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
-    """Read the samples of an archive with the endings ``wanted``, or with all endings."""
+    """Yield the samples of an archive: their files with an ending in ``wanted``.
+
+    If ``wanted`` is empty, all files of the samples are read.
+    """
     key = ""
     contents: dict[str, bytes] = {}
     before: set[str] = set()
