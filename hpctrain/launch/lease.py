@@ -135,9 +135,9 @@ class Silence:
     """Measure the time since the last heartbeat of another process, with the local clock.
 
     Args:
-        longest_s: most seconds that are counted between two consecutive checks. A longer pause
-            means that the file system or this process was blocked, and possibly the other process
-            too.
+        longest_s: maximum time in seconds that is counted between two consecutive checks. A longer
+            pause means that the file system or this process was blocked, and possibly the other
+            process too.
     """
 
     def __init__(self, longest_s: float) -> None:

@@ -61,7 +61,7 @@ class SbatchOptions:
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
                 raise ConfigError(
                     f"an additional option of sbatch must be --name or --name=value, got "
-                    f"{option!r}; write such as --qos=high"
+                    f"{option!r}; for example, write --qos=high"
                 )
             name, mark, value = option.partition("=")
             if name == "--clusters":
