@@ -94,12 +94,12 @@ Such a process is a batch script, or the shell of ``salloc``. Flux removes its v
 """
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Entries of ``JOBS`` that count tasks; other entries count slots, perhaps cores of one task."""
+"""Entries of ``JOBS`` that count tasks; other entries count slots, maybe the cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 _NO_RANKS = 0xFFFFFFF0
-"""Slurm gives higher numbers to steps that are no launch, such as the shell of ``salloc``."""
+"""From this id on, Slurm numbers steps that launch no ranks, such as the shell of ``salloc``."""
 
 SCHEDULERS = {
     "slurm": "SLURM_JOB_ID",

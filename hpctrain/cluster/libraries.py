@@ -139,7 +139,7 @@ def srun_type(library: Path) -> str:
 def owner(library: Path) -> Family:
     """Return the family of a library.
 
-    The family of a library of the standard ABI is that of the other MPI library in its folder.
+    A library of the standard ABI has the family of the other MPI library in its folder.
     """
     found = family(library)
     if found != "abi":
@@ -175,9 +175,9 @@ def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]
 def expected_libmpi(
     environ: Mapping[str, str] = os.environ, prefixes: Sequence[str] | None = None
 ) -> Path | None:
-    """Return the MPI library that mpi4py's wheel will load, without loading it.
+    """Return the MPI library that mpi4py's wheel will load, without loading the library.
 
-    None if the dynamic linker selects it, for example by LD_LIBRARY_PATH.
+    None if the dynamic linker selects the library, for example by LD_LIBRARY_PATH.
     """
     if named := env.chosen_library(environ):
         return Path(named).resolve() if os.sep in named else None
@@ -205,7 +205,7 @@ def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def copy_error() -> str:
-    """Return why the kernel refuses ``process_vm_readv``; empty where it permits the call."""
+    """Return the reason why the kernel refuses ``process_vm_readv``; empty if it permits this."""
     source = array("b", b"0123456")
     try:
         read_memory(os.getpid(), *source.buffer_info())

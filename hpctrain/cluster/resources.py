@@ -208,9 +208,9 @@ def _group(
 
 
 def limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> dict[str, float]:
-    """Return the limits of open files, now and at most, and of threads; infinite if none.
+    """Return the soft and hard limit of open files, and the limit of threads; infinite if none.
 
-    The limit of threads is that of the user or of the container, whichever is lower.
+    The limit of threads is the lower of the limits of the user and of the container.
     """
     files, most_files = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
     of_user = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]) if os.geteuid() else math.inf

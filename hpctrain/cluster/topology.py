@@ -35,7 +35,7 @@ class Topology:
     A field is equal on all ranks, unless its description begins with "of this rank".
     """
 
-    rank: int  # of this rank: its number in the world
+    rank: int  # of this rank: its index in the world, from 0
     size: int  # ranks in the world
     nodes: tuple[tuple[int, ...], ...]
     """World ranks of each node, in rank order; nodes in the order of their lowest rank."""
@@ -60,7 +60,7 @@ class Topology:
 
         Args:
             facts: one entry per rank; ``facts[r]`` is of rank r.
-            rank: number of this rank.
+            rank: index of this rank, from 0.
             ranks_per_node: divides each host into nodes of this many ranks, in rank order; the
                 last node of a host has the remaining ranks.
 
