@@ -19,7 +19,7 @@ from hpctrain.cost.machine import Link, Machine
 Vector = NDArray[np.float64]
 
 LEAST_POINTS = 4
-"""Minimum number of points for the fit, which has five parameters."""
+"""Minimum number of points for the fit, which has up to six non-negative parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
