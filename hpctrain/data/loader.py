@@ -215,7 +215,10 @@ class Loader(Reading):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch of the last batch, and the number of its samples before this batch (all ranks)."""
+        """Epoch of the last batch, and number of samples that precede this batch in the epoch.
+
+        The number is over all ranks.
+        """
         return self.epoch, self.consumed - self.step_samples
 
     def samples_at(self, place: tuple[int, int]) -> Indices:

@@ -116,7 +116,7 @@ class Mixture:
             source.will_need(samples)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Return for each index its source, from 0, and the number of earlier samples of it."""
+        """Return for each index its source, from 0, and the samples of this source before it."""
         periods, inside = np.divmod(indices, PERIOD)
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]

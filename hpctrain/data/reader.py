@@ -137,7 +137,7 @@ class ShardedDataset(Indexable):
 
         Returns:
             For each field a tensor ``(num_samples, *shape)`` on the CPU, or the samples of a
-            ragged field. They belong to the caller.
+            ragged field. The caller may change the values.
 
         Raises:
             CorruptError: samples cannot be read; the error has their range.

@@ -1,4 +1,4 @@
-"""Sample indices that a rank reads in each step of an epoch, and those to read ahead."""
+"""Indices of the samples that a rank reads in each step of an epoch, and that it reads ahead."""
 
 import threading
 from bisect import bisect_left

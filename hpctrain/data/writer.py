@@ -152,7 +152,7 @@ class ShardWriter:
 
     @property
     def num_written(self) -> int:
-        """Number of samples that this rank and an interrupted writer before it have written."""
+        """Number of samples of this rank, including samples kept from an interrupted writer."""
         return self.manifest.num_samples + (self._part.num_samples if self._part else 0)
 
     def append(self, samples: Samples) -> None:

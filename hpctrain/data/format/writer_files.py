@@ -52,7 +52,7 @@ class Journal:
         return None if record is None else str(record["uuid"])
 
     def recover(self, uuid: str) -> list[ShardEntry]:
-        """Return the finished shards whose files exist, and undo a partial publication.
+        """Return the finished shards up to the first missing file; undo a partial publication.
 
         Raises ``OSError``: a file cannot be renamed or read.
         """

@@ -73,7 +73,7 @@ class Handles:
         An item of ``parts`` is ``(shard, rows, places)``; the places are ignored.
         """
         for home, rows, _ in parts:
-            # Errors of a shard are raised where samples are taken from it.
+            # An error of a shard is raised when samples are read from the shard.
             with suppress(DataError, *UNREADABLE):
                 file = self.shard(home).file
                 read_ahead(self._threads, file, rows, check=check, stays=self._fits)

@@ -164,7 +164,7 @@ class ShardFile(RawShard):
         return self._identity() != self.identity
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
-        """Return the damaged blocks among ``blocks``; see ``problem`` for their faults."""
+        """Return the damaged blocks among ``blocks``; ``problem`` returns the fault of a block."""
         return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:

@@ -188,9 +188,9 @@ class Dataset:
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for HDF5 files; strings and variable-length rows become ragged fields.
 
-    Without ``wanted.fields`` all datasets are packed; a field has the last name in the path of its
-    dataset. Raises ``DataError``: a file cannot be read, the datasets have different lengths, or
-    one of them is of a type that a data set cannot hold.
+    Without ``wanted.fields`` all datasets are packed; the name of a field is the last component of
+    the path of its dataset. Raises ``DataError``: a file cannot be read, the datasets have
+    different lengths, or a data set cannot hold the type of a dataset.
     """
     return joined([_examined_hdf5(file, wanted) for file in files])
 

@@ -69,7 +69,7 @@ def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
     Raises ``DataError``: the source cannot be read, or an option has no effect on this kind.
     """
     _check_options(kind, wanted)
-    if kind in _TABLES:  # these kinds convert the types of columns themselves
+    if kind in _TABLES:  # the functions that open tables convert the types of columns
         found = _opened(source, kind, wanted)
     else:
         names, types = _split_types(wanted.fields)

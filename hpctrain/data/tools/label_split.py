@@ -56,7 +56,7 @@ def split_by_label(
     """Divide the samples of each label among parts.
 
     Every sample is in one part. Only the labels are read. The split is written to the file
-    ``out``; see ``Split``. Collective with ``comm``, whose ranks share the reading.
+    ``out``; see ``Split``. Collective with ``comm``: each rank reads some of the labels.
     ``start(num_samples)`` is called once, with the number of samples that this rank reads. It
     returns a function, which is called after each piece with the number of samples in the piece.
     Raises ``DataError`` on every rank: ``out`` exists, a part would get no sample, or files cannot

@@ -40,7 +40,7 @@ def repair(
 ) -> RepairOutcome:
     """Check a data set, remove leftovers, and replace damaged files by files of a copy.
 
-    Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
+    Collective with ``comm``, whose ranks divide the work. Each step is atomic: after a kill the
     data set is as before or after a step, and the next repair continues. ``source`` is another
     copy of the same data set; without ``source``, only leftovers are removed. Raises ``DataError``
     on every rank: neither ``directory`` nor ``source`` has a manifest, ``source`` is another data

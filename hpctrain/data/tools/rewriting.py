@@ -106,7 +106,7 @@ def split(
 
     Every sample is in exactly one part, determined by the index of the sample, the shares, and
     ``seed`` in [0, 2^64). The samples of a part keep their order. The shares must sum to 1.
-    Collective with ``comm``, whose ranks share the work. ``start(num_samples)`` is called once,
+    Collective with ``comm``, whose ranks divide the work. ``start(num_samples)`` is called once,
     with the number of samples of this rank. It returns a function, which is called after each
     piece with the number of samples in the piece. Raises ``DataError`` on every rank: a part would
     get no sample, the data set is damaged, or a part cannot be written.

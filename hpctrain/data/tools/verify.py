@@ -133,7 +133,7 @@ def verify(
     """Compare each byte of a data set with its manifest.
 
     Changes no file. Needs memory for a few pieces of 4 MiB, or for a few blocks if blocks are
-    larger. Collective with ``comm``, whose ranks share the shards.
+    larger. Collective with ``comm``, whose ranks divide the shards among them.
 
     A rank reads several shards concurrently, one per core and at most 4. The faults are the same
     on every rank; a missing or unreadable file is a fault too. Raises ``DataError`` on every rank:

@@ -112,7 +112,7 @@ class Processes:
         )
 
     def _wait_for_death(self, number: int) -> tuple[int, int] | None:
-        """Wait until a worker ends; return its pid and exit code, None if these are unknown."""
+        """Wait until a worker ends; return its process id and exit code, or None if unknown."""
         with self._asking, contextlib.suppress(OSError, EOFError):
             while number not in self._deaths and self._control.poll(END_S):
                 worker, pid, code = self._control.recv()
