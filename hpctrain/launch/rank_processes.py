@@ -17,7 +17,7 @@ RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
 
 
 def can_stop_on_request(pid: int) -> bool:
-    """Return True if all ranks below ``pid`` on this host handle SIGUSR1 and SIGTERM.
+    """Return True if all ranks that descend from ``pid`` handle SIGUSR1 and SIGTERM.
 
     A program that handles both signals can stop at a point of its choice. Other programs end when
     they receive SIGUSR1, or use this signal for another purpose.

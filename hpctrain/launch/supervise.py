@@ -73,7 +73,7 @@ def supervise(
       ended rank in ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
       ``MPI_Finalize``. Also 87 if mpirun returned 0, but the ranks reported their start and not
       their end, see ``WATCHED``.
-    - The code that a rank reports when it ends all ranks of a world that can recover.
+    - With recovery, if a rank ends all ranks: the code that this rank reports, see ``ENDING``.
 
     Args:
         line: the command line.
@@ -218,8 +218,8 @@ class _Ending:
 
         The mpirun of Open MPI can deadlock at its end after a rank failed before ``MPI_Init``, or
         after a node with its daemon was lost. No mpirun reports a rank that exits with 0 before
-        ``MPI_Init``: the other ranks wait for it forever, as they do in ``MPI_Finalize`` for a
-        rank that is stopped.
+        ``MPI_Init``: the other ranks wait for this rank forever. They also wait forever in
+        ``MPI_Finalize`` for a rank that is stopped.
         """
         orphaned_s = few_s = late_s = 0.0
         below: dict[int, int] = {}
