@@ -193,8 +193,8 @@ _PARAMETERS = "openmpi-mca-params.conf"
 def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if hpctrain may exclude the libfabric BTL of Open MPI, to start faster.
 
-    On a host without a fast network adapter this BTL is useless, and sleeps for a second when it
-    is closed, in ``MPI_Init`` of every rank. False if the user selects BTLs.
+    On a host without a fast network adapter this BTL is useless, but closing the BTL takes a
+    second in ``MPI_Init`` of every rank. Returns False if the user selects BTLs.
     """
     if any(name in environ for name in SPARED) or any(folder.exists() for folder in CLASSES):
         return False
@@ -205,7 +205,7 @@ def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def copy_error() -> str:
-    """Return the reason why the kernel refuses ``process_vm_readv``; empty if it permits this."""
+    """Return the error of the kernel for ``process_vm_readv``; empty if the call is permitted."""
     source = array("b", b"0123456")
     try:
         read_memory(os.getpid(), *source.buffer_info())

@@ -65,8 +65,9 @@ def num_granted(
     """Return the number of cores of the job on this host; hardware threads do not count.
 
     In a job of Slurm, the number is read from a variable. In a job of another scheduler, the
-    function counts the affinity mask; outside of jobs, the cores of the container or the machine.
-    The result is at most the number of cores that exist, because virtual nodes may claim more.
+    function counts the cores in the affinity mask; outside of jobs, the cores of the container or
+    the machine. The result is at most the number of cores that exist, because virtual nodes may
+    claim more.
     """
     files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
     sets = [
