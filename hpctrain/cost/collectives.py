@@ -22,9 +22,9 @@ class Load(NamedTuple):
     """Messages, bytes and seconds of the busiest rank or link in an all-reduce.
 
     The time of the operation is the sum over all fields, each multiplied by a parameter of the
-    machine: the model assumes no overlap. The time is linear in the parameters, so they can be
-    fitted to measured times. The work of processors is multiplied by the number of ranks that
-    share a core.
+    machine: the model assumes no overlap. The time is linear in the parameters, so the parameters
+    can be fitted to measured times. The work of processors is multiplied by the number of ranks
+    that share a core.
     """
 
     node_rounds: float = 0.0  # messages inside a node

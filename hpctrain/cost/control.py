@@ -29,7 +29,7 @@ class Calls(NamedTuple):
         return self.gathers * size * (size - 1).bit_length() + self.trees * (size - 1)
 
     def rounds(self, size: int) -> int:
-        """Return the number of rounds, in which messages are sent one after another."""
+        """Return the number of successive messages on the longest path."""
         return sum(self) * (size - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit into memory; count the reasons against other layouts."""
+"""Search for the fastest layouts that fit into memory; other layouts are counted by reason."""
 
 import heapq
 import math
