@@ -1,6 +1,6 @@
 """Cores of the ranks of a node: the cores next to the GPU of each rank, or equal shares.
 
-A rank whose launcher has bound it to cores keeps them.
+A rank that its launcher has already bound to cores keeps this binding.
 """
 
 import os
@@ -41,7 +41,7 @@ def gpu_places(sys: Path = SYS) -> list[GpuPlace]:
 
 
 def gpu_of(local_rank: int, num_gpus: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the number of the GPU of a rank, or another name of the GPU; empty without GPUs."""
+    """Return the index of a rank's GPU, or its name in CUDA_VISIBLE_DEVICES; empty without GPU."""
     names = [word.strip() for word in visible_devices(environ).split(",") if word.strip()]
     names = names or [str(number) for number in range(num_gpus)]
     return names[local_rank % len(names)] if names else ""
@@ -85,7 +85,7 @@ def _part(cores: Sequence[tuple[int, ...]], index: int, count: int) -> tuple[int
 
 
 def _cores(mask: Iterable[int], sys: Path) -> list[tuple[int, ...]]:
-    """Return the hardware threads of each core, by NUMA domain and number."""
+    """Return the hardware threads of each core; cores are sorted by NUMA domain and thread."""
     domains = {
         thread: int(folder.name.removeprefix("node"))
         for folder in (sys / "devices/system/node").glob("node[0-9]*")

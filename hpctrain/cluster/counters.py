@@ -48,10 +48,10 @@ class Counters:
         """Return the present values; ``sampled_at`` is the monotonic time.
 
         ``host_memory_bytes``: peak resident memory; ``read_total`` and ``written_total``: bytes of
-        system calls; ``cpu_s``: processor time of this process and its children; ``busy_s``: of
-        all processes of the node; ``mhz``: clock rate of a core of this process; ``node_joules``
-        and ``node_source``: energy of the node; ``gpu``, ``gpu_id``, ``gpu_busy``,
-        ``gpu_memory_bytes``, ``gpu_w`` and ``gpu_source``: of the GPU of this rank.
+        system calls; ``cpu_s``: processor time of this process and its children; ``busy_s``:
+        processor time of all processes of the node; ``mhz``: clock rate of a core of this process;
+        ``node_joules`` and ``node_source``: energy of the node; ``gpu``, ``gpu_id``, ``gpu_busy``,
+        ``gpu_memory_bytes``, ``gpu_w`` and ``gpu_source``: state of the GPU of this rank.
         """
         found: dict[str, Any] = {"sampled_at": time.monotonic()}
         for counter in self._counters:
@@ -97,7 +97,7 @@ def _cray(root: Path) -> Counter | None:
 
 def _rapl(root: Path) -> Counter | None:
     """Return the counter of the energy of all processor packages and their memory."""
-    if (root / "sys/cray/pm_counters/energy").exists():  # it includes the processors
+    if (root / "sys/cray/pm_counters/energy").exists():  # this counter includes the processors
         return None
     zones = []
     for zone in sorted((root / "sys/class/powercap").glob("intel-rapl:*")):

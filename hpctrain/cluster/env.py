@@ -94,12 +94,12 @@ Such a process is a batch script, or the shell of ``salloc``. Flux removes its v
 """
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Entries of ``JOBS`` that count tasks; other entries count slots, perhaps cores of one task."""
+"""Entries of ``JOBS`` that count tasks; other entries count slots, maybe the cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 _NO_RANKS = 0xFFFFFFF0
-"""Slurm gives higher numbers to steps that are no launch, such as the shell of ``salloc``."""
+"""From this id on, Slurm numbers steps that launch no ranks, such as the shell of ``salloc``."""
 
 SCHEDULERS = {
     "slurm": "SLURM_JOB_ID",
@@ -138,7 +138,7 @@ ENDED = "hpctrain: all ranks have finished"
 """Lines that rank 0 of a world writes to stderr, once each, for ``launch.supervise``."""
 
 EXIT_CODE_FILE = "exit_code"
-"""File in the run directory of a user's program: the exit code of its last job that has ended."""
+"""File in the run directory of a user's program: exit code of the last job that has ended."""
 
 ENDING = "hpctrain: all ranks end with exit code "
 """Line of a rank, with the code, that requests the launcher to end all ranks."""
@@ -269,7 +269,7 @@ def slurm(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def slurm_clusters(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the cluster that only sbatch uses, and the one for all commands; empty if unset."""
+    """Return the cluster for sbatch only, and the cluster for all commands; empty if unset."""
     return environ.get("SBATCH_CLUSTERS", ""), environ.get("SLURM_CLUSTERS", "")
 
 

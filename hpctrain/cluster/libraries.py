@@ -139,7 +139,7 @@ def srun_type(library: Path) -> str:
 def owner(library: Path) -> Family:
     """Return the family of a library.
 
-    The family of a library of the standard ABI is that of the other MPI library in its folder.
+    A library of the standard ABI has the family of the other MPI library in its folder.
     """
     found = family(library)
     if found != "abi":
@@ -175,9 +175,9 @@ def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]
 def expected_libmpi(
     environ: Mapping[str, str] = os.environ, prefixes: Sequence[str] | None = None
 ) -> Path | None:
-    """Return the MPI library that mpi4py's wheel will load, without loading it.
+    """Return the MPI library that mpi4py's wheel will load, without loading the library.
 
-    None if the dynamic linker selects it, for example by LD_LIBRARY_PATH.
+    None if the dynamic linker selects the library, for example by LD_LIBRARY_PATH.
     """
     if named := env.chosen_library(environ):
         return Path(named).resolve() if os.sep in named else None
@@ -193,8 +193,8 @@ _PARAMETERS = "openmpi-mca-params.conf"
 def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if hpctrain may exclude the libfabric BTL of Open MPI, to start faster.
 
-    On a host without a fast network adapter this BTL is useless, and sleeps for a second when it
-    is closed, in ``MPI_Init`` of every rank. False if the user selects BTLs.
+    On a host without a fast network adapter this BTL is useless, but closing the BTL takes a
+    second in ``MPI_Init`` of every rank. Returns False if the user selects BTLs.
     """
     if any(name in environ for name in SPARED) or any(folder.exists() for folder in CLASSES):
         return False
@@ -205,7 +205,7 @@ def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def copy_error() -> str:
-    """Return why the kernel refuses ``process_vm_readv``; empty where it permits the call."""
+    """Return the error of the kernel for ``process_vm_readv``; empty if the call is permitted."""
     source = array("b", b"0123456")
     try:
         read_memory(os.getpid(), *source.buffer_info())

@@ -77,10 +77,10 @@ _claims: list[socket.socket] = []
 
 
 def is_first(what: str) -> bool:
-    """Return True in the first process of this host that calls this function about ``what``.
+    """Return True in the first process of this host that calls this function with ``what``.
 
     Only processes with the same parent are compared: the ranks of a launch on this host, unless a
-    script starts each of them. The claim ends with the process. Returns False in later calls.
+    script starts each of them. Later calls return False until the first process has ended.
     """
     claim = claimed(what)
     if claim is not None:
@@ -89,9 +89,10 @@ def is_first(what: str) -> bool:
 
 
 def claimed(what: str) -> socket.socket | None:
-    """Return a socket that no other process with the same parent has, while it is open, or None.
+    """Claim ``what`` among the processes with the same parent; return a socket, or None if taken.
 
-    The name of the socket is in the abstract namespace of Linux, so no file remains.
+    The claim lasts until the socket is closed. The name of the socket is in the abstract namespace
+    of Linux, so no file remains.
     """
     found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

@@ -65,8 +65,9 @@ def num_granted(
     """Return the number of cores of the job on this host; hardware threads do not count.
 
     In a job of Slurm, the number is read from a variable. In a job of another scheduler, the
-    function counts the affinity mask; outside of jobs, the cores of the container or the machine.
-    The result is at most the number of cores that exist, because virtual nodes may claim more.
+    function counts the cores in the affinity mask; outside of jobs, the cores of the container or
+    the machine. The result is at most the number of cores that exist, because virtual nodes may
+    claim more.
     """
     files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
     sets = [
@@ -208,9 +209,9 @@ def _group(
 
 
 def limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> dict[str, float]:
-    """Return the limits of open files, now and at most, and of threads; infinite if none.
+    """Return the soft and hard limit of open files, and the limit of threads; infinite if none.
 
-    The limit of threads is that of the user or of the container, whichever is lower.
+    The limit of threads is the lower of the limits of the user and of the container.
     """
     files, most_files = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
     of_user = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]) if os.geteuid() else math.inf

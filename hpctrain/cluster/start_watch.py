@@ -1,10 +1,10 @@
 """Process that ends all ranks of a node if a rank dies before MPI has started on all ranks.
 
 Under ``hpctrain launch --recover`` the launcher does not end the other ranks when a rank dies, and
-``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So the first
-rank of each node that joins starts a process ``start_watch.py RANKS LAUNCHER``, which counts the
-ranks of the node until that rank has joined; ``MPI_Init`` returns on no rank before all ranks have
-called it.
+``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So on each
+node, the first rank that calls ``MPI_Init`` starts a process ``start_watch.py RANKS LAUNCHER``.
+This process counts the living ranks of the node until ``MPI_Init`` has returned in that rank,
+which happens only after all ranks have called ``MPI_Init``.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 
 FAILED = "a rank has died before all ranks had started"
 LOOK_S = 0.3  # interval of the counts
-GONE_S = 3.0  # time between the join of the watching rank and the normal end of another rank
+GONE_S = 3.0  # another rank can end normally this time before MPI_Init returns in the first rank
 _JOINED = b"joined"
 STARTED_S = 10.0  # time after which a launcher has started all ranks of a node
 _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI can continue after a rank died

@@ -33,11 +33,11 @@ def record(
     ``hpctrain study run`` sets. A step lasts from one call to the next, on the slowest rank.
 
     Args:
-        step: number of the step, the same on all ranks.
+        step: index of the step, the same on all ranks.
         samples: number of samples of this rank in the step. None records only ``values``, such as
             the accuracy of a test, and the next step begins now.
         loss: mean over these samples.
-        seconds: duration of the step, if that is not the time since the last call.
+        seconds: duration of the step; None for the time since the last call.
         **values: ``compute_s``, ``communication_s``, ``input_s``: parts of the step in seconds;
             ``node_bytes``, ``rail_bytes``: bytes that this rank has moved inside its node and sent
             between nodes; any other, such as ``accuracy``, can be the target of a study.

@@ -18,7 +18,7 @@ class RankFacts:
 
     host: str  # name of the host, unique per machine
     node: str = ""
-    """Name of the node, if the host name does not identify it; empty if the host is the node."""
+    """Name of the node if the host name does not identify the node; else empty."""
     cores: tuple[int, ...]  # affinity mask
     share: tuple[int, ...] = ()  # cores to which the rank may be bound; see ``binding.bound``
     cards: int = 1  # network adapters of the host
@@ -35,12 +35,12 @@ class Topology:
     A field is equal on all ranks, unless its description begins with "of this rank".
     """
 
-    rank: int  # of this rank: its number in the world
+    rank: int  # of this rank: its index in the world, from 0
     size: int  # ranks in the world
     nodes: tuple[tuple[int, ...], ...]
     """World ranks of each node, in rank order; nodes in the order of their lowest rank."""
     hosts: tuple[str, ...]
-    """Name of each node: of its host, or ``host#2`` for the second declared node of a host."""
+    """Name of each node: its host name, or ``host#2`` for the second declared node of a host."""
     cards: int  # network adapters per node: the minimum of all nodes
     devices: int = 0  # accelerators per rank: the minimum of all ranks
     cores: tuple[int, ...]  # of this rank: its affinity mask
@@ -60,7 +60,7 @@ class Topology:
 
         Args:
             facts: one entry per rank; ``facts[r]`` is of rank r.
-            rank: number of this rank.
+            rank: index of this rank, from 0.
             ranks_per_node: divides each host into nodes of this many ranks, in rank order; the
                 last node of a host has the remaining ranks.
 

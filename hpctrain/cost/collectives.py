@@ -22,9 +22,9 @@ class Load(NamedTuple):
     """Messages, bytes and seconds of the busiest rank or link in an all-reduce.
 
     The time of the operation is the sum over all fields, each multiplied by a parameter of the
-    machine: the model assumes no overlap. The time is linear in the parameters, so they can be
-    fitted to measured times. The work of processors is multiplied by the number of ranks that
-    share a core.
+    machine: the model assumes no overlap. The time is linear in the parameters, so the parameters
+    can be fitted to measured times. The work of processors is multiplied by the number of ranks
+    that share a core.
     """
 
     node_rounds: float = 0.0  # messages inside a node
@@ -53,7 +53,7 @@ def seconds_of_one(machine: Machine) -> Load:
 class CodecCost(NamedTuple):
     """Bytes and processor time of a codec, for a message of float32."""
 
-    bytes_per_element: float  # bytes sent, of 4
+    bytes_per_element: float  # bytes sent for an element of 4 bytes
     s_per_byte: float = 0.0  # time per byte of the message, to encode and decode
     passes: float = 0.0  # additional passes of a rank over the bytes that it sends
 
@@ -123,7 +123,7 @@ ON_A_NODE = ("slices", "direct")
 def allreduce(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> Load:
     """Return the load of an all-reduce over all ranks; independent of the speed of links.
 
-    Ranks are numbered by node. Inside a node every rank sums a slice of the message in shared
+    Ranks of a node are consecutive. Inside a node every rank sums a slice of the message in shared
     memory, or the whole message with the algorithm ``direct``; only flat algorithms send messages
     inside a node. Messages that share a NIC are sent one after the other.
     """
@@ -186,10 +186,11 @@ _MOST_SIZE, _MOST_SEGMENTS = 512, 16  # ranks and segments of a simulated double
 
 @lru_cache(maxsize=1024)
 def _slowest_path(algorithm: str, size: int, num_segments: int) -> tuple[float, float, float]:
-    """Return the latencies, the sent and the combined pieces that a double tree waits for.
+    """Return the numbers of latencies, sent pieces and combined pieces on the slowest path.
 
-    Each number is the additional time in a simulation in which only this part of a message takes
-    time. Each doubling of the ranks adds a level to both trees, and each segment adds a constant.
+    Each number is the result of a simulation in which only this part of a message takes time. For
+    many ranks or segments the numbers are extrapolated: each doubling of the ranks adds a level to
+    both trees, and each segment adds a constant.
     """
     if size > _MOST_SIZE:  # the remainder determines the shape of the trees
         fewer = _slowest_path(algorithm, size // 256 * 128 + size % 128, num_segments)
@@ -208,7 +209,8 @@ def _slowest_path(algorithm: str, size: int, num_segments: int) -> tuple[float, 
         return float(Clocks(np.zeros(size), 1.0, machine, 1.0).take(steps).max())
 
     sent = slowest_s(0.0, 1.0)
-    # With combinations of 3/2 of a transfer, the number is accurate for faster and slower ones.
+    # Here combining takes 3/2 of the time of sending. The number of combined pieces is then also
+    # accurate for faster and for slower combinations.
     return slowest_s(1.0, math.inf), sent, (slowest_s(0.0, 1.0, 2 / 3) - sent) * 2 / 3
 
 

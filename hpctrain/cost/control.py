@@ -1,7 +1,7 @@
 """Messages and time of start-up, agreement, checkpoints and recovery, which move no gradients.
 
-The numbers of calls are those of the implementation, and a test compares the messages with those
-that Open MPI counts. The time does not include processes, imports, computation and files.
+The numbers of calls match the implementation; a test compares the numbers of messages with counts
+by Open MPI. The time excludes the start of processes, imports, computation and file access.
 
 Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
 message-passing systems", for gathered objects; otherwise binomial trees.
@@ -18,16 +18,18 @@ class Calls(NamedTuple):
     """Collective calls on small values, over N ranks."""
 
     gathers: int = 0
-    """Each rank sends a message in each of ceil(log2 N) rounds: gathers of objects, barriers."""
+    """Number of gathers of objects and of barriers. In each of them, each rank sends a message in
+    each of ceil(log2 N) rounds."""
     trees: int = 0
-    """Paths through a binomial tree of N - 1 messages: a broadcast has 1, an all-reduce 2."""
+    """Number of passes through a binomial tree of N - 1 messages: a broadcast has 1, an all-reduce
+    2."""
 
     def messages(self, size: int) -> int:
-        """Return the messages that all ranks send."""
+        """Return the number of messages of all ranks."""
         return self.gathers * size * (size - 1).bit_length() + self.trees * (size - 1)
 
     def rounds(self, size: int) -> int:
-        """Return the messages that follow one another."""
+        """Return the number of successive messages on the longest path."""
         return sum(self) * (size - 1).bit_length()
 
 
@@ -51,7 +53,7 @@ class ControlPart(NamedTuple):
         return ControlPart(world, between, node, rails, *map(operator.add, self[4:], other[4:]))
 
     def messages(self, machine: Machine) -> int:
-        """Return the messages that all ranks send, with a rail for each rank of a node."""
+        """Return the number of messages of all ranks, with a rail for each rank of a node."""
         nodes, local, size = machine.nodes, machine.ranks_per_node, machine.num_ranks
         found = self.world.messages(size) + nodes * self.node.messages(local)
         if nodes == 1:
@@ -69,7 +71,7 @@ class ControlPart(NamedTuple):
         if nodes == 1:
             return in_node + Load(self.world.rounds(size), num_bytes)
         rounds = self.world.rounds(size) + self.between.rounds(size) + self.rails.rounds(nodes)
-        # All ranks of a node receive the gathered bytes, rank 0 alone receives the others.
+        # All ranks of a node receive the gathered bytes, but only rank 0 receives rooted bytes.
         sharing = -(-machine.ranks_per_node // machine.nics)
         sent = (size - 1) * (sharing * self.gathered_bytes + self.rooted_bytes)
         decision = allreduce(machine, _DECISION_BYTES, AllreduceSpec("doubling", rails=1))
@@ -103,7 +105,7 @@ PARTS = {
         rooted_bytes=200,
     ),
     "load": _LOAD,
-    # Not counted: agreements of MPI about lost ranks are assumed to use a tree up and down.
+    # Assumed and not tested: MPI agreements about lost ranks use a tree up and down.
     "recovery": _START + _LOAD + ControlPart(Calls(trees=10)),
 }
-"""Parts of a run by name: replicated state, and one file per node in checkpoints."""
+"""Parts of a run by name, for replicated state and checkpoints with one file per node."""

@@ -1,8 +1,9 @@
-"""Extrapolation of measured step times to more ranks, with an interval that states its limits.
+"""Extrapolation of measured step times to more ranks, with a prediction interval.
 
 Models are sums of the time of computing and of overheads that grow with ranks or nodes, with
 non-negative coefficients. Several models usually fit a few sizes equally well, but differ at
-larger sizes. This difference is most of the uncertainty, so every model that fits counts.
+larger sizes. This difference is most of the uncertainty, so the interval covers every model that
+fits.
 """
 
 import math
@@ -106,7 +107,7 @@ def _of_models(
 
 
 def _power(sizes: Sequence[Size], samples: Vector) -> Vector:
-    """Return the predictions of a power law, which also fits speed-ups above the ideal one."""
+    """Return the predictions of a power law, which also fits super-linear speed-ups."""
     ranks = np.log([each.ranks for each in sizes])
     slope, start = np.polyfit(ranks[:-1], np.log(samples), 1)
     found: Vector = np.exp(start + np.outer(ranks, slope))
@@ -153,7 +154,7 @@ def _terms(sizes: Sequence[Size], mode: Literal["strong", "weak"]) -> Vector:
 
 
 def _samples(measured: Sequence[MeasuredSize]) -> Vector:
-    """Return medians of each size: of all repeats, and in further columns of resampled ones."""
+    """Return medians per size, as rows: first of all repeats, then of each resampling."""
     random = np.random.default_rng(0)
     rows = []
     for each in measured:

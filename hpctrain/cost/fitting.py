@@ -19,7 +19,7 @@ from hpctrain.cost.machine import Link, Machine
 Vector = NDArray[np.float64]
 
 LEAST_POINTS = 4
-"""Minimum number of points for the fit, which has five parameters."""
+"""Minimum number of points for the fit, which has up to six non-negative parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Point(CheckedFields):
     algorithm: str
     """Name of the algorithm in a plan.
 
-    On one node ``slices`` or ``direct``; otherwise the algorithm between the nodes, or of all
-    ranks if there are no rails.
+    On one node ``slices`` or ``direct``; on several nodes the algorithm between the nodes. If
+    there are no rails, the algorithm over all ranks.
     """
     rails: Count  # 0 if the algorithm runs over all ranks
     codec: str = "none"

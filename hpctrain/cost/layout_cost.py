@@ -44,8 +44,8 @@ class ParallelLayout:
     cp: Number = 1
     """Ranks that share a sample."""
     zero: Annotated[int, Bounds(least=0, below=4)] = 0
-    """ZeRO stage: data parallel ranks divide 1 the optimizer state, 2 also gradients, 3 also
-    parameters."""
+    """ZeRO stage: with 1 data parallel ranks divide the optimizer state, with 2 also gradients,
+    with 3 also parameters."""
     micro_batch: Number = 1
     """Samples of a micro-batch."""
     recompute: Annotated[str, Bounds(names=RECOMPUTE)] = "none"
@@ -168,7 +168,7 @@ class Placed:
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
     def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
-        """Return how many micro-batches' activations the first and the last stage store."""
+        """Return the number of micro-batches of stored activations, on first and last stage."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
             return (min(num_micro, pp),) * 2
@@ -200,7 +200,10 @@ class Placed:
         return max(found, key=sum)
 
     def _share_s(self, one: ParallelLayout) -> float:
-        """Return the seconds of one operation per sample while all ranks of a node compute."""
+        """Return the seconds of a micro-batch for one operation (FLOP) per sample.
+
+        All ranks of a node are assumed to compute.
+        """
         return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
 
     def _exposed(self, seconds: float, concurrent_s: float, least_s: float = 0.0) -> float:

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit into memory; count the reasons against other layouts."""
+"""Search for the fastest layouts that fit into memory; other layouts are counted by reason."""
 
 import heapq
 import math
@@ -17,7 +17,7 @@ from hpctrain.cost.layout_cost import SCHEDULES, Memory, ParallelLayout, Placed,
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
-# torch keeps the activations for one backward pass only.
+# zero_bubble divides backward into two passes, but torch keeps recomputed activations for one.
 NOT_TOGETHER = ("selective", "zero_bubble")
 MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
 MOST_NODES = 1 << 14  # limit of the search for enough memory
@@ -111,7 +111,7 @@ def best_layouts(
         for size in sizes:
             one = layout_of(micro_batch=size)
             memory = placed.memory(one)
-            if sum(memory) > rules.limit(machine):  # larger pieces need at least as much
+            if sum(memory) > rules.limit(machine):  # larger micro-batches need at least as much
                 break
             found.append(LayoutChoice(one, memory, placed.terms(one), placed))
     if not found:

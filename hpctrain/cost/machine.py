@@ -73,7 +73,8 @@ class MachineProcessors(CheckedFields):
     flops_per_s: Amount = 150e12
     """Operations per second that a rank reaches in training, often half of the data sheet."""
     pass_s: AtLeast0 = 0.0
-    """Overhead of a layer in the forward pass, such as kernel launches; backward has twice it."""
+    """Overhead of a layer in the forward pass, such as kernel launches; the overhead of the
+    backward pass is twice as large."""
     tensor_pass_s: AtLeast0 = 0.0
     """Additional overhead with tensor parallelism: torch dispatches each operation in Python."""
     jitter: AtLeast0 = 0.0

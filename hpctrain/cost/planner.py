@@ -35,8 +35,8 @@ class Goal(CheckedFields):
 
     samples: Amount  # needed for the goal in batches of ``batch``
     batch: Number
-    """Batch of all ranks for ``samples``; fixed without a noise scale, which predicts the samples
-    of other batches."""
+    """Samples of a step over all ranks, for which ``samples`` is given. The planner changes this
+    batch only if ``noise_scale`` is finite, since it predicts the samples of other batches."""
     noise_scale: Positive = math.inf  # samples, see ``learning.noise_scale``
     deadline_s: Positive = math.inf
     max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
@@ -93,7 +93,7 @@ class Payoff:
     local_steps: int
     step: StepTime
     saves: float  # fraction of the step time, negative for a loss
-    pays_below: float  # bytes per second of a NIC below which the codec is faster; 0 if never
+    pays_below: float  # NIC bytes per second below which this is faster; 0 never, inf always
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """All-reduce algorithms between nodes as schedules of messages, for execution and for simulation.
 
-The argument ``rank`` of a function is either the number of one rank, for the execution in
+The argument ``rank`` of a function is either the index of one rank, for the execution in
 ``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.step``. The
 docstrings state times for N ranks and a message of m bytes, where the latency is a seconds and
 each byte takes b seconds. Not collective.
@@ -58,7 +58,8 @@ class Phase(NamedTuple):
     0 if a combination writes memory that sends read.
     """
     runs: Sequence[tuple[Round, int]] = ()
-    """Groups of consecutive rounds that differ only in their pieces: a round, and their number."""
+    """Groups of consecutive rounds that differ only in their pieces, as pairs: the first round of
+    the group, and the number of rounds."""
 
     def timed(self) -> Iterable[tuple[Round, int]]:
         """Return each round with its number of repetitions, for the simulation."""
@@ -103,7 +104,8 @@ class Fold(NamedTuple):
 
     power: int
     num_pairs: int
-    """Number of pairs, which are the lowest ranks; the even rank participates for both ranks."""
+    """Number of pairs. The ranks below ``2 * num_pairs`` form pairs (0, 1), (2, 3), ...; the even
+    rank of a pair participates for both ranks."""
     place: Each  # index among the participating ranks, or ``NOBODY``
     other: Each  # other rank of the pair, or ``NOBODY``
 

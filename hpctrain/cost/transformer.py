@@ -27,7 +27,7 @@ class Transformer(CheckedFields):
     """
 
     parameters: Amount
-    """All trained parameters; those outside of embeddings are divided evenly among the layers."""
+    """All trained parameters; parameters outside of embeddings are divided evenly among layers."""
     layers: Number
     hidden: Number  # elements per token between layers
     heads: Number
@@ -90,7 +90,7 @@ class Transformer(CheckedFields):
 
     @property
     def embedding(self) -> float:
-        """Number of parameters of the embedding, which is also that of the output layer."""
+        """Number of parameters of the embedding; the output layer has as many."""
         return float(self.vocabulary * self.hidden)
 
     @property

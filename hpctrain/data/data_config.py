@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 from hpctrain.core.checks import CheckedFields, Count, Decay, Number, Positive, require
 
 WORKER_TIMEOUT_S = 300.0
-"""Time limit of a worker for a batch; ranks that wait for it give up after 600 s."""
+"""Default time limit of a worker for a batch. It is shorter than the 600 s after which the other
+ranks fail while they wait for the rank of this worker (HPCTRAIN_TIMEOUT)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +32,14 @@ class DataConfig(CheckedFields):
     """Function "module:function" that changes a batch (a dict of tensors) after it is read, or a
     sample with per_sample."""
     test_transform: str = ""
-    """Function for batches of the test, or none; when empty, that of transform."""
+    """Function for batches of test and validation data; none applies no function; when empty,
+    transform is used."""
     per_sample: bool = False
     """Whether transform and test_transform take one sample at a time."""
     random: bool = False
-    """Whether transform, with per_sample, takes a numpy.random.Generator of the sample as second
-    argument; test_transform does not. In threads (workers = 0) the global generators are an error,
-    because threads would use them in random order."""
+    """Whether transform takes a numpy.random.Generator, seeded for each sample, as second
+    argument; needs per_sample. test_transform gets no generator. With workers = 0, a transform
+    that uses the global generators is an error, because threads would use them in random order."""
     workers: Count = 0
     """Processes on each rank that call transform; 0 calls it in threads."""
     worker_timeout_s: Positive = WORKER_TIMEOUT_S
@@ -46,12 +48,12 @@ class DataConfig(CheckedFields):
     prefetch: Number = 4
     """Number of batches that are read ahead."""
     split: str = ""
-    """File of hpctrain data split --by-label: each rank trains on its part of the training data,
-    or on several parts; when empty, all ranks share all samples."""
+    """File written by hpctrain data split --by-label: each rank trains on one or several parts of
+    the training data; when empty, all ranks share all samples."""
     validation: Decay = 0.0
-    """Part of the training samples, chosen by the seed, that is held out for validation: tests
-    during training, test.patience and checkpoint.keep_best use it, and the test set is used once,
-    at the end. 0 uses the validation set of target, or else the test set, for all of them."""
+    """Fraction of the training samples, chosen by the seed, that is held out for validation: tests
+    during training, test.patience and checkpoint.keep_best use these samples, and the test set is
+    used once, at the end. With 0 they use the validation set of target, or else the test set."""
     stage: str = ""
     """Folder on each node to which the training data are copied, or auto; when empty, they are not
     copied."""

@@ -61,7 +61,8 @@ class Split:
             which = f"part{'s' if empty.size > 1 else ''} {shortened(empty, 8)}"
             raise DataError(
                 f"each of the {num_parts} parts must have a sample, but {which} would "
-                f"have none of {parts.size}; use fewer parts, a larger ALPHA or another seed"
+                f"have none of the {parts.size} samples; use fewer parts, a larger ALPHA or "
+                f"another seed"
             )
 
     @classmethod

@@ -25,14 +25,15 @@ from hpctrain.runtime.world import current
 T = TypeVar("T", bound="Dataset[Any] | DataLoader[Any]")
 
 _NUMBERS = count(1)
-"""Numbers of loaders for the names of their messages, identical on all ranks."""
+"""Counter of the calls of ``shard_data``, identical on all ranks. The name of a loader's messages
+contains the count."""
 
 
 class Counts(Protocol):
     """Protocol of optimizers that weight gradients by sample counts."""
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Set the number of samples over which this rank's loss is the mean."""
+        """Set the number of samples in this rank's mean loss; ``nominal`` is the usual number."""
 
 
 def shard_data(data: T, optimizer: Counts | None = None) -> T:
@@ -43,27 +44,28 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
     ``len()`` do not change. All ranks begin their epochs together.
 
     If ``data`` is a data set, each rank gets every ``size()``-th sample. If the samples do not
-    divide evenly, the first samples are repeated, as by torch's ``DistributedSampler``. With an
-    ``IterableDataset``, the last samples are omitted instead if there are fewer than ``size()``.
+    divide evenly, the first samples are repeated, as in torch's ``DistributedSampler``. An
+    ``IterableDataset`` is divided into groups of ``size()`` samples; an incomplete last group is
+    omitted.
 
-    Every rank reads all samples of an ``IterableDataset``, whether ``data`` is the data set or its
-    loader, and keeps its part. The data set must yield the same samples in the same order on all
-    ranks. An epoch of a loader ends on all ranks when the first rank has no batch.
+    If ``data`` is an ``IterableDataset`` or its loader, every rank reads all samples and keeps its
+    part. The data set must yield the same samples in the same order on all ranks. An epoch of such
+    a loader ends on all ranks when the first rank has no batch.
 
     Args:
         data: the loader or data set that one process would use.
-        optimizer: gets the weight of each batch by ``set_num_samples``, so that the average of
+        optimizer: its ``set_num_samples`` is called for each batch, so that the average of
             gradients is exact if ranks have different numbers of samples. A rank without samples
-            gets a batch with weight 0; without an optimizer this is an error. Inside
-            ``torch.no_grad()`` a rank without samples gets no batch.
+            gets a batch with weight 0. Without an optimizer, different numbers of samples are an
+            error. Inside ``torch.no_grad()`` a rank without samples gets no batch.
 
     Raises:
-        MismatchError: ``data`` is already divided, cannot be divided, or differs between ranks,
-            for example after a random split with different seeds; on every rank.
+        MismatchError: on every rank, if ``data`` is already divided, cannot be divided, or differs
+            between ranks, for example after a random split with different seeds.
         ConfigError: the last batch is shorter, but several backward passes are accumulated per
             step.
 
-    Differs from one process: each rank draws separate random numbers for transforms.
+    Unlike in a run of one process, each rank draws separate random numbers for transforms.
     """
     topology = current().topology
     refusal = _refusal(data, optimizer)
@@ -200,8 +202,8 @@ class _StreamPart(IterableDataset[Any]):
 
 
 BATCHES_PER_MESSAGE, INDICES_PER_MESSAGE = 64, 1 << 20
-"""Limits of a message with the next batches of the order, which rank 0 broadcasts in pieces: an
-order may be endless. The batch that reaches the number of indices is the last of a message."""
+"""Limits of one message. Rank 0 broadcasts the order of an epoch in several messages, because the
+order may be endless. The batch that reaches a limit is the last of its message."""
 
 
 class DividedLoader(DataLoader[Any]):
@@ -244,12 +246,12 @@ class SharedLoader(DividedLoader):
 
 
 class _OwnIndices(Sampler[list[Any]]):
-    """Batch sampler that yields this rank's indices in each batch that rank 0 draws."""
+    """Batch sampler that yields, for each batch that rank 0 draws, the indices of this rank."""
 
     def __init__(self, batches: Any, rank: int, size: int, name: str) -> None:
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
-        """Samples of this rank and of all ranks, for each batch that is not yet delivered."""
+        """Numbers of samples of this rank and of all ranks, for each batch not yet delivered."""
         self.keeps_empty = True  # whether a rank without samples reads a sample of another rank
 
     def __len__(self) -> int:
@@ -260,7 +262,10 @@ class _OwnIndices(Sampler[list[Any]]):
         return self._shares(self.counts, keeps_empty=self.keeps_empty)
 
     def known_sizes(self) -> list[int]:
-        """Return the sizes of all batches of the epoch; an empty list if they are not known."""
+        """Return the full batch size and the size of the last batch, 0 if all batches are full.
+
+        Returns an empty list if the sizes are not known.
+        """
         batches = self._batches
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
             return []
@@ -289,7 +294,10 @@ class _OwnIndices(Sampler[list[Any]]):
                     yield share or first
 
     def _agreed(self, drawn: Iterator[Any]) -> tuple[list[int], Any]:
-        """Broadcast sizes and indices of the next batches from rank 0. Collective."""
+        """Broadcast the next batches from rank 0; return their sizes and joined indices.
+
+        Collective. Only rank 0 uses ``drawn``.
+        """
         batches: list[list[Any]] = []
         failure: Exception | None = None
         try:
@@ -359,7 +367,11 @@ class StreamLoader(DividedLoader):
 
 
 class _CollateShare:
-    """Collate function of this rank's samples; also returns sample counts and a checksum."""
+    """Collate function of this rank's part of a batch.
+
+    Returns the collated part, the numbers of samples of the part and of the batch, and a checksum
+    of the batch, which is empty after the first call.
+    """
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
         self._collate, self._rank, self._size = collate, rank, size
@@ -405,13 +417,13 @@ class _Weights:
 
 
 _MAX_NUMBERS = 1 << 16
-"""Numbers of an array that are compared; another split or order differs in the first numbers."""
+"""Elements of an array that enter its checksum; another split or order changes the first ones."""
 _MAX_DEPTH = 4
 _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round differently
 
 
 def identity_of_samples(samples: Iterable[object]) -> str:
-    """Return a checksum of the texts and integers in samples, to compare ranks.
+    """Return a checksum of the strings and integers in samples, to compare ranks.
 
     Floating point values and uint8 are left out, because random augmentation changes pixels.
     """
@@ -428,7 +440,7 @@ def identity_of_samples(samples: Iterable[object]) -> str:
 
 
 def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Yield the name and a checksum of each attribute of a data set that holds numbers. Local.
+    """Yield name and checksum of the attributes of a data set that hold numbers. Local.
 
     A split or order that was drawn with another seed differs in the indices of a ``Subset``, in
     labels or in arrays of samples. No sample is read, because it may be augmented randomly.

@@ -64,13 +64,14 @@ class Loader(Reading):
     seed: int = 0  # seed of the order of every epoch; identical on every rank
     order: OrderName = "auto"
     """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
-    for small samples of a large data set. ``sequential``: the order on disk. ``auto``: global
-    for samples of at least 100 kB and for a data set that stays in memory, otherwise window."""
+    for small samples of a large data set. ``sequential``: the order on disk. ``auto``: window
+    for a data set of more than 1 GiB that does not fit into one window and whose samples have less
+    than 100 kB, otherwise global."""
     window: WindowShape | None = None
     """Sizes of a window order; by default ``WindowShape.of`` chooses them."""
     split: Split | Path | str | None = None
-    """Division of the data set into parts, or its file. Each rank reads consecutive parts; each
-    step has samples of every part in proportion to the size of the part."""
+    """Division of the data set into parts, or the path of its file. Each rank reads consecutive
+    parts; each step has samples of every part in proportion to the size of the part."""
     on_corrupt: Literal["raise", "skip"] = "raise"
     """``raise`` an error for damaged samples, or ``skip`` them on all ranks with a warning."""
     epoch: int = field(default=0, init=False)  # epoch of the next batch
@@ -113,7 +114,10 @@ class Loader(Reading):
         return len(self._skipped)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch, the same on every rank; end an iteration in flight."""
+        """Move to the start of ``epoch``, which must be the same on every rank.
+
+        Iterators from earlier calls of ``iter()`` must not be used afterwards.
+        """
         self.epoch, self.consumed, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,7 +215,10 @@ class Loader(Reading):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch of the last batch, and the number of samples before it, over all ranks."""
+        """Epoch of the last batch, and number of samples that precede this batch in the epoch.
+
+        The number is over all ranks.
+        """
         return self.epoch, self.consumed - self.step_samples
 
     def samples_at(self, place: tuple[int, int]) -> Indices:
@@ -284,7 +291,7 @@ class Loader(Reading):
             yield error
 
     def _skip_damaged(self, errors: dict[int, Exception]) -> bool:
-        """Skip and log damaged samples from now on.
+        """Skip and log the damaged samples that ``errors`` name; return False without errors.
 
         Raises the error of the lowest rank if ``on_corrupt`` is ``raise``, if an error is not
         damage, or if all damaged samples are skipped already.
@@ -336,7 +343,7 @@ def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, E
 def _require_same(arguments: dict[str, Any], comm: Communicator | None) -> None:
     """Compare the arguments of all ranks. Collective over ``comm``, if there is one.
 
-    Raises ``DataError``: they differ; on every rank.
+    Raises ``DataError`` on every rank: the arguments differ.
     """
     texts = comm.allgather_object(str(arguments)) if comm else [""]
     if len(set(texts)) > 1:

@@ -21,7 +21,8 @@ from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, fil
 PERIOD = 1 << 16
 """Length of the repeated pattern of sources; weights are rounded to multiples of 1/PERIOD."""
 _PATTERN = 2
-"""Version of the rule that orders the sources, as another rule gives other samples."""
+"""Version of the rule that orders the sources. The uuid depends on the version, because another
+rule gives other samples."""
 
 
 class Mixture:
@@ -35,7 +36,7 @@ class Mixture:
 
     Args:
         weights: share of each data set in the samples; only their proportions count.
-        length: samples of an epoch; by default as many as all data sets have together.
+        length: samples of an epoch; by default the number of samples of all data sets together.
         seed: seed of the orders of the data sets.
 
     Raises:
@@ -115,7 +116,7 @@ class Mixture:
             source.will_need(samples)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Return the source of each index, and the number of earlier samples of that source."""
+        """Return for each index its source, from 0, and the samples of this source before it."""
         periods, inside = np.divmod(indices, PERIOD)
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]
@@ -126,7 +127,7 @@ class Mixture:
         return file_of(source, int(samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
-        """Yield each source, its requested samples, and where ``indices`` has these samples."""
+        """Yield each source, the samples to read from it, and their places in ``indices``."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -186,10 +187,10 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
 def _pattern(counts: tuple[int, ...]) -> Indices:
     """Return the source of each sample of a period.
 
-    Sample k of a source must be in the interval of positions in which the share of the source
-    grows from k to k + 1. At each position, the sample whose interval ends first is chosen among
-    those whose interval has begun (earliest deadline first), so every sample is within its
-    interval.
+    With ``total`` the sum of ``counts``, sample k of a source with count c must have a position
+    between k * total / c and (k + 1) * total / c. At each position, the candidates are the samples
+    whose interval has begun, and the one whose interval ends first is chosen (earliest deadline
+    first). Then every sample is within its interval.
 
     Source: Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress".
     """

@@ -24,8 +24,8 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """Magic numbers of tmpfs and ramfs, as in statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
 """Magic numbers of file systems on a disk: ext2-4, xfs, btrfs, f2fs, zfs and overlayfs."""
-_FREE_SHARE = 0.95  # used fraction of the free space of a folder that the user chose
-_MEMORY_SHARE = 0.5  # used fraction of the free memory, because the ranks need memory too
+_FREE_SHARE = 0.95  # usable fraction of the free space of a disk, or of a folder of the user
+_MEMORY_SHARE = 0.5  # usable fraction of the free memory, because the ranks need memory too
 
 
 class Site(NamedTuple):
@@ -40,8 +40,9 @@ def sites(to: Path | str, source: Path) -> list[Site]:
 
     The first folder is ``to``, or HPCTRAIN_STAGE_DIR if ``to`` is ``auto``; it is created if
     missing. With ``auto``, the job's folders for temporary files follow, then a folder in the
-    memory of the node. These folders are omitted if they are not on this node, or on the file
-    system of ``source``. Raises ``OSError``: the first folder cannot be created.
+    memory of the node. Of these, a folder is omitted if it is not on a disk or in the memory of
+    this node, or if it is on the file system of ``source``. Raises ``OSError``: the first folder
+    cannot be created.
     """
     found = []
     chosen = Settings.from_env().stage_dir if to == "auto" else absolute(to)

@@ -124,7 +124,7 @@ class ShardedDataset(Indexable):
         return self._num_samples
 
     def with_opener(self, opener: Opener) -> "ShardedDataset":
-        """Return this data set with its shards opened by another opener."""
+        """Return this data set, but with shards that ``opener`` opens."""
         found = ShardedDataset(self.path, verify=self._verify, io=self._io, manifest=self.manifest)
         found._opener = opener
         return found
@@ -137,7 +137,7 @@ class ShardedDataset(Indexable):
 
         Returns:
             For each field a tensor ``(num_samples, *shape)`` on the CPU, or the samples of a
-            ragged field. They belong to the caller.
+            ragged field. The caller may change the values.
 
         Raises:
             CorruptError: samples cannot be read; the error has their range.
@@ -172,7 +172,7 @@ class ShardedDataset(Indexable):
         self._handles().will_need(_split(wanted, self._starts), check=self._verify != "off")
 
     def file_of(self, index: int) -> str:
-        """Return the shard that holds a sample."""
+        """Return the path of the shard that holds sample ``index``."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return str(self.path / self.manifest.shards[number].file)
 
@@ -196,7 +196,8 @@ class ShardedDataset(Indexable):
         own = self._own
         if own is None or own.pid != os.getpid():
             if own is not None:
-                # After a fork, HDF5 handles must not be used or closed: a lock may be held.
+                # In a forked process, HDF5 handles must not be used or closed, because another
+                # thread may have held a lock of HDF5 during the fork.
                 self._inherited.append(own)
             # A bound method would keep this object and its open files alive.
             open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())

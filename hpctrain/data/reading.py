@@ -32,7 +32,7 @@ class Reading(Division):
     sample, which can take a random generator. A transform that runs in threads must not draw from
     the global generators."""
     threads: int = 4  # number of steps that are read concurrently
-    prefetch: int = 4  # batches read ahead; more for more ``workers``
+    prefetch: int = 4  # batches read ahead; with ``workers``, at least two per worker
     workers: int = 0  # processes that read and transform, for transforms that hold the GIL
     worker_timeout_s: float = WORKER_TIMEOUT_S
     """Time limit of a worker for a batch; ``inf`` for no limit. A worker that exceeds it is ended,
@@ -68,7 +68,8 @@ class Reading(Division):
             )
         threads, depth, in_memory = self.threads, self.prefetch, self.dataset.in_memory
         if self.workers:
-            # A thread waits for a worker; each worker has its next batch waiting.
+            # Each thread waits for one batch of a worker. With two threads per worker, a worker
+            # that has finished a batch finds its next request.
             threads = depth = max(self.prefetch, 2 * self.workers)
         elif in_memory and not (self.transform or self.pin_memory):
             depth = 0  # a copy in memory takes less time than a call in a thread
@@ -121,7 +122,7 @@ def prefetched(
 
     With ``depth`` 0 the caller's thread does the work. At the end of the block, also after an
     exception, calls that have started are completed, all other calls are cancelled, and all
-    threads end. Only if the garbage collector ends the block, the threads end later.
+    threads end. If the garbage collector ends the block, it does not wait for the threads.
     """
     if not depth:
         yield map(work, numbers)

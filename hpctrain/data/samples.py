@@ -141,7 +141,7 @@ class Batch:
 
     fields: Mapping[str, Values]
     """Values by name, in the order of the data set or of the result of the transform."""
-    num_samples: int  # samples of this rank; 0 if a short batch has too few
+    num_samples: int  # number of samples of this rank; may be 0 in the short batch of an epoch
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch on a device; with pinned memory ``non_blocking`` does not wait."""

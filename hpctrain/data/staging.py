@@ -44,17 +44,17 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     Args:
         dataset: the same on every rank.
         node: the ranks of one node.
-        to: a folder, created if missing. The default chooses the folder with room for the most
-            bytes of the data set from ``HPCTRAIN_STAGE_DIR``, the job's folders for temporary
-            files on a disk of the node, and the node's memory; of equal folders, the first. At
-            most half of the free memory is used.
+        to: a folder, created if missing. The default, ``auto``, chooses from
+            ``HPCTRAIN_STAGE_DIR``, the job's folders for temporary files on a disk of the node,
+            and the node's memory: the folder with room for the most bytes of the data set; of
+            equal folders, the first. At most half of the free memory is used.
 
     Returns:
         The data set, which reads from the copy; ``dataset`` itself if nothing was copied.
 
     Raises:
-        DataError: a shard of the data set is damaged, or the folder cannot be used; on every rank
-            of the node.
+        DataError: on every rank of the node, if a shard of the data set is damaged, or the folder
+            cannot be used.
     """
     held: NodeFolder | None = None
     chosen: list[int] = []
@@ -90,7 +90,7 @@ class StagedOpener:
     """Function that opens a shard in the copy on this node, or in the original. Can be pickled."""
 
     directory: Path  # directory of the copy
-    present: frozenset[int]  # numbers of the shards that were copied
+    present: frozenset[int]  # indices of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
     """Lock that keeps the copy; None after unpickling in another process."""
 
@@ -117,9 +117,9 @@ class _Copies:
     ) -> None:
         self._dataset, self._target, self._logs_progress = dataset, target, logs_progress
         self._next_s = time.monotonic() + FIRST_S
-        self.left = left  # shards to copy
-        self.present: list[int] = []  # shards that were copied completely
-        self.full = ""  # reason of the full storage; empty if it is not full
+        self.left = left  # indices of the shards to copy
+        self.present: list[int] = []  # indices of the shards that were copied completely
+        self.full = ""  # error of the system after the storage became full; empty before
 
     def add(self, index: int) -> None:
         """Copy a shard, unless the storage is full."""
@@ -196,8 +196,8 @@ def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None,
             return NodeFolder.create(best.folder, label), chosen
     rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
     logger.warning(
-        "data set %s of %s is not copied, because no storage of this node has room for one of "
-        "its shards: %s",
+        "data set %s (%s) is not copied, because no storage of this node has room for one of its "
+        "shards: %s",
         dataset.path,
         format_bytes(total_bytes),
         "; ".join(rooms) or "the node has no other storage",
@@ -225,7 +225,7 @@ def _log_result(dataset: ShardedDataset, path: Path, present: frozenset[int], wh
         logger.info("data set %s is copied to %s: %s", dataset.path, path, size)
         return
     logger.warning(
-        "%d of %d shards of data set %s are copied to %s, %s: %s; the other shards are read "
+        "%d of %d shards of data set %s are copied to %s (%s): %s; the other shards are read "
         "from the original",
         len(present),
         len(shards),

@@ -1,4 +1,4 @@
-"""Sample indices that a rank reads in each step of an epoch, and those to read ahead."""
+"""Indices of the samples that a rank reads in each step of an epoch, and that it reads ahead."""
 
 import threading
 from bisect import bisect_left
@@ -182,7 +182,7 @@ class Steps:
             return self._planned(group)[place]
 
     def soon(self, number: int) -> Indices:
-        """Return the samples of later steps whose read must start before step ``number``."""
+        """Return the indices of samples of later steps; their read starts before ``number``."""
         later = number + AHEAD
         steps = range(1 if number == 0 else later, min(later + 1, len(self)))
         return np.concatenate([np.empty(0, np.int64), *map(self.samples, steps)])

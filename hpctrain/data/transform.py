@@ -32,9 +32,9 @@ class PerSample:
     """
 
     function: Callable[..., Mapping[str, Any]]
-    """Function from a sample, tensors by field, to another sample. With ``random``, its second
-    argument is a ``numpy.random.Generator`` that is seeded by seed, epoch and index of the sample
-    only, so the result does not depend on the number of ranks or on interruptions."""
+    """Function from a sample, a dict of tensors by field, to another sample. With ``random``, its
+    second argument is a ``numpy.random.Generator``. Only seed, epoch and index of the sample seed
+    the generator, so the result does not depend on the number of ranks or on interruptions."""
     _: KW_ONLY
     random: bool = False  # whether the function takes a generator
 

@@ -102,8 +102,8 @@ class ShardWriter:
         resume_key: a text that identifies the content. Finished shards of a writer that was
             killed or has failed are kept if key, fields, split, sizes and number of ranks
             are the same: continue with sample ``num_written``.
-        may_replace: whether to replace a data set in the directory; if False, this data set is an
-            error.
+        may_replace: whether to replace a data set in the directory; if False, a data set in the
+            directory raises an error.
         classes: names of the labels 0, 1, ..., for the manifest.
 
     Raises:

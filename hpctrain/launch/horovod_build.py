@@ -46,7 +46,7 @@ JOB_BYTES = 7 * GIB // 4  # largest memory of a compiler; measured with g++ 12: 
 
 LOG = "build.log"  # output of the last build, in the folder of the wheel
 
-_RECIPE = 1  # number of the build method: wheels of an older method are not reused
+_RECIPE = 1  # version of the build method; wheels of an older version are not reused
 _REMOVED_VARIABLES = re.compile(r"HOROVOD_|MAKE|MFLAGS|CMAKE_GENERATOR")
 """Variables that would change the build, or connect the build to an enclosing make."""
 _VARIABLES = {
@@ -163,7 +163,7 @@ def check(mpi: Mpi) -> None:
 def mpicxx_of(mpi: Mpi) -> Path | None:
     """Return the path of ``mpicxx`` in the installation of an MPI library, else in PATH."""
     above = mpi.library.resolve().parents[:-1]
-    # Names of Debian in /usr/bin, such as mpicxx.openmpi; the plain names are links.
+    # On Debian, /usr/bin has mpicxx.openmpi and mpicxx.mpich, and mpicxx links to one of them.
     folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
     names = (f"mpicxx.{mpi.vendor}", "mpicxx", "mpic++")
     programs = (folder / name for folder in folders for name in names)

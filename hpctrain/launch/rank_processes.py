@@ -1,4 +1,4 @@
-"""Processes below mpirun on this host: ranks, their signals, and the ranks that are missing."""
+"""Descendants of mpirun on this host: ranks, their signal handlers, and missing ranks."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
 
 
 def can_stop_on_request(pid: int) -> bool:
-    """Return True if all ranks below ``pid`` on this host handle SIGUSR1 and SIGTERM.
+    """Return True if all ranks that descend from ``pid`` handle SIGUSR1 and SIGTERM.
 
     A program that handles both signals can stop at a point of its choice. Other programs end when
     they receive SIGUSR1, or use this signal for another purpose.
@@ -46,17 +46,18 @@ SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
 
 
 def missing_ranks(pids: Collection[int]) -> tuple[str, str]:
-    """Describe the ranks for which ranks on this host wait in ``MPI_Init`` or ``MPI_Finalize``.
+    """Describe missing ranks, for which others wait in ``MPI_Init`` or ``MPI_Finalize``.
 
     The function cannot see ranks on other hosts.
 
     Args:
-        pids: processes below mpirun.
+        pids: descendants of mpirun.
 
     Returns:
-        The ranks on this host that ended while others wait in ``MPI_Init``; empty if none has. A
-        rank cannot end normally then, because ``MPI_Finalize`` waits for all ranks. Second, the
-        MPI call in which ranks wait, and the ranks that are missing; empty if no rank waits.
+        Two texts. The first names the ranks on this host that ended while others wait in
+        ``MPI_Init``; it is empty if no rank ended. Such a rank has failed, because
+        ``MPI_Finalize`` waits for all ranks. The second names the MPI call in which ranks wait,
+        and the missing ranks; it is empty if no rank waits.
     """
     names = {each: name_of(each) for each in pids}
     call = next((name for name in IN_MPI if name in names.values()), "")
@@ -72,7 +73,7 @@ def missing_ranks(pids: Collection[int]) -> tuple[str, str]:
         text = f"{call} for {format_ranks(late)}"
     else:
         text = f"{call}, which all ranks have begun" if is_complete else f"{call} for other hosts"
-    # A process without a readable environment starts, such as a container, and may be a rank.
+    # A process whose environment cannot be read may be a rank that starts, as in a container.
     is_sure = call == JOINING and all(os.access(f"/proc/{each}/environ", os.R_OK) for each in pids)
     if not (is_sure and 0 < len(living) < num_here):
         return "", text if call else ""
@@ -85,7 +86,7 @@ def _number(variables: Mapping[bytes, bytes], names: Sequence[bytes]) -> int:
 
 
 def below(pid: int) -> dict[int, int]:
-    """Return the times of birth of the living descendants of a process, by process id.
+    """Return the start times of the living descendants of a process, by process id.
 
     The function does not scan all processes of the host.
     """
@@ -118,7 +119,7 @@ def catches(pid: int) -> set[int]:
 
 
 def kill_orphans(born: Mapping[int, int]) -> None:
-    """Kill processes that mpirun has left behind, given the result of ``below``."""
+    """Kill the descendants of a dead mpirun that still run; ``born`` is a result of ``below``."""
     left = [pid for pid, moment in born.items() if birth(pid) == moment]
     for pid in left:
         with contextlib.suppress(ProcessLookupError):

@@ -38,7 +38,7 @@ class Launch:
     mpirun: Mpirun
     nodes: int | None  # declared nodes, on this host
     hosts: str | None  # in the format of ``--hosts``
-    options: Callable[[str | None], mpiexec.Options]  # by hosts
+    options: Callable[[str | None], mpiexec.Options]  # returns options for a value of ``hosts``
 
     def line(self) -> list[str]:
         """Return the command line of mpirun; raise the errors of ``mpiexec.command``."""

@@ -55,7 +55,7 @@ class SiteNode(CheckedFields):
     network: Literal["slingshot", "infiniband", ""] = ""
     """Network of the fast adapters."""
     gpu_cores: Texts = field(default_factory=list)
-    """Cores next to each GPU, such as ``49-55``, in the order of the numbers of the GPUs."""
+    """Cores next to each GPU, such as ``49-55``, in the order of the GPU indices."""
 
     def check(self) -> None:
         """Check the ranges of cores and the memory."""
@@ -66,7 +66,7 @@ class SiteNode(CheckedFields):
         require(ok, 'node.mem must be a size in the format of Slurm, such as "512G"', self.mem)
 
     def cpu_mask(self) -> str:
-        """Return the ``--cpu-bind`` that binds each rank next to the GPU with its local rank."""
+        """Return the ``--cpu-bind`` that binds local rank ``i`` to the cores next to GPU ``i``."""
         masks = (sum(1 << core for core in parse_numbers(text)) for text in self.gpu_cores)
         return f"mask_cpu:{','.join(f'{mask:x}' for mask in masks)}"
 
@@ -131,7 +131,7 @@ class SiteJob(CheckedFields):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteProfile(CheckedFields):
-    """Profile of a machine; commands use slurm/site.toml without --site."""
+    """Profile of a machine; without --site, slurm/site.toml or else a recognized one is used."""
 
     name: str = ""
     """Name of the profile."""
@@ -173,12 +173,12 @@ class SiteProfile(CheckedFields):
         )
 
     def write_into(self, script: str, *, is_full: bool) -> str:
-        """Return a batch script with the modules, variables and options of srun of this site.
+        """Return a batch script that has this site's modules, variables and options of srun.
 
         Args:
             script: text of a template with settings.
-            is_full: whether the job has all cores of its nodes and one rank per GPU, which is
-                then bound to the cores next to its GPU.
+            is_full: whether the job has all cores of its nodes and one rank per GPU. Then each
+                rank is bound to the cores next to its GPU.
         """
         bind = self.node.cpu_mask() if is_full else self.job.cpu_bind
         flags = [*([f"--cpu-bind={bind}"] if bind else []), *self.job.srun]
@@ -204,10 +204,10 @@ def text(name: str) -> str:
 def find(
     name: str | None = None, environ: Mapping[str, str] = os.environ, host: str | None = None
 ) -> SiteProfile | None:
-    """Return the profile of a name or file, or by default the profile of this machine.
+    """Return the profile with a name or in a file, or by default the profile of this machine.
 
     Without a name, the file ``slurm/site.toml`` has priority over recognized machines. The result
-    is None if the machine is unknown.
+    is None if the machine is unknown or the name is ``none``.
 
     Raises:
         ConfigError: no profile has this name, or the file is not a profile.
@@ -223,7 +223,7 @@ def find(
 
 
 def read(name: str) -> SiteProfile:
-    """Return the profile of a name, or of a TOML file.
+    """Return the profile of the package with this name, or of this TOML file.
 
     Raises:
         ConfigError: no profile has this name, or the file is not a profile.

@@ -71,13 +71,13 @@ def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
     """Copy stderr of mpirun to stderr of this process, without redundant messages.
 
     Messages of the launcher about a failed rank are dropped if a rank printed the reason, or if
-    all ranks stopped on request. A traceback that several ranks write, such as that of a script
-    that fails before ``MPI_Init``, is written once.
+    all ranks stopped on request. A traceback that several ranks write, for example because a
+    script fails before ``MPI_Init``, is written once.
 
     Args:
         process: mpirun, with a pipe as stderr; this call waits for its end.
-        counts: receives the counts of the lines ``BEGUN``, ``ENDED`` and ``FAILED``, the count of
-            messages about a lost node (``LOST``), the exit code that a rank reported
+        counts: this call stores here the counts of the lines ``BEGUN``, ``ENDED`` and ``FAILED``,
+            the count of messages about a lost node (``LOST``), the exit code that a rank reported
             (``ENDING``), and the number of the signal that ended a rank (``KILLED``).
     """
     box: list[bytes] = []

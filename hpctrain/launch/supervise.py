@@ -33,7 +33,7 @@ SAVE_S = 60.0
 LOOK_S, ORPHANED_S = 1.0, 5.0
 """Interval of checks of the children of mpirun; longest life of mpirun after the last child."""
 
-FEW_S = 3.0  # limit of the wait of ranks in MPI_Init for a rank that has ended
+FEW_S = 3.0  # time limit for ranks that wait in MPI_Init for a rank that has ended
 
 TIMED_OUT = 124  # exit code of a launch that exceeded its time limit, as of ``timeout``
 
@@ -73,7 +73,7 @@ def supervise(
       ended rank in ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
       ``MPI_Finalize``. Also 87 if mpirun returned 0, but the ranks reported their start and not
       their end, see ``WATCHED``.
-    - The code that a rank reports when it ends all ranks of a world that can recover.
+    - With recovery, if a rank ends all ranks: the code that this rank reports, see ``ENDING``.
 
     Args:
         line: the command line.
@@ -170,9 +170,10 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
 def _ended_with_this() -> Iterator[Callable[[int], None]]:
     """Send SIGTERM to mpirun if this process ends inside the block.
 
-    The block yields a function that takes the process id of mpirun. A shell, which starts before
-    mpirun, waits for the end of its input. ``PR_SET_PDEATHSIG`` can send the signal several times,
-    once for each thread that ends; at the second signal mpirun exits and leaves the ranks.
+    The context manager yields a function that takes the process id of mpirun. A shell, started
+    before mpirun, waits until its input ends with this process, and then sends the signal.
+    ``PR_SET_PDEATHSIG`` is not used, because it can send the signal once for each thread that
+    ends, and after a second signal mpirun exits and leaves the ranks.
     """
     waits = ["sh", "-c", 'read -r pid && { read -r line; kill -TERM "$pid"; }']
     shell = start(waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -217,8 +218,8 @@ class _Ending:
 
         The mpirun of Open MPI can deadlock at its end after a rank failed before ``MPI_Init``, or
         after a node with its daemon was lost. No mpirun reports a rank that exits with 0 before
-        ``MPI_Init``: the other ranks wait for it forever, as they do in ``MPI_Finalize`` for a
-        rank that is stopped.
+        ``MPI_Init``: the other ranks wait for this rank forever. They also wait forever in
+        ``MPI_Finalize`` for a rank that is stopped.
         """
         orphaned_s = few_s = late_s = 0.0
         below: dict[int, int] = {}

@@ -108,7 +108,7 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         ({"num_parts": 2, "alpha": float("nan")}, "got nan"),
         (
             {"num_parts": 90, "alpha": 0.01},
-            r"parts \d+, .* would have none of 300; use fewer",
+            r"parts \d+, .* would have none of the 300 samples; use fewer",
         ),
         ({"num_parts": 301, "alpha": float("inf")}, "would have none of"),
         ({"num_parts": 2, "label": "x"}, "got 'x', and the fields are x <f8"),
@@ -150,7 +150,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
     for wrong, message in (
         (
             np.zeros(3, np.uint32),
-            "part 1 would have none of 3; use fewer parts",
+            "part 1 would have none of the 3 samples; use fewer parts",
         ),
         (np.full(3, 7, np.uint32), r"parts of a split must be in \[0, num_parts\), got part 7"),
         (np.zeros(3), "with the part of each sample"),

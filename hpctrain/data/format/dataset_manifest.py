@@ -6,8 +6,8 @@ directory without a manifest is not a data set. A shard holds ``/data/<field>`` 
 manifest.
 
 Samples of a ragged field are stored one by one in ``/data/<field>``, with shape ``(rows, ...)``;
-``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the first row of each sample, and the
-number of all rows.
+``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the index of the first row of each sample
+and, as its last element, the number of rows.
 """
 
 import json
@@ -103,9 +103,9 @@ class Field:
 class Place:
     """Offsets and checksums of the datasets of one field in a shard."""
 
-    offset: int | None  # first byte of ``/data/<field>``, None where only HDF5 can read it
-    crc_offset: int | None  # first byte of ``/crc/<field>``, None where only HDF5 can read it
-    crc32: int  # crc32 of ``/crc/<field>``, which differs between data sets
+    offset: int | None  # first byte of ``/data/<field>``, None if only HDF5 can read it
+    crc_offset: int | None  # first byte of ``/crc/<field>``, None if only HDF5 can read it
+    crc32: int  # crc32 of the table ``/crc/<field>``
     index_offset: int | None = None  # first byte of ``/index/<field>`` of a ragged field
     index_crc32: int | None = None  # crc32 of ``/index/<field>``
     num_rows: int | None = None
@@ -307,7 +307,7 @@ def _crc32(record: Mapping[str, Any]) -> int:
 
 
 _KEYS = {"num_samples": "n", "num_bytes": "bytes", "places": "fields"}
-"""Attributes of a shard whose keys in JSON have another name."""
+"""JSON keys of the attributes of a shard that have another name in JSON."""
 
 
 def shard_of(record: Mapping[str, Any]) -> ShardEntry:

@@ -11,7 +11,8 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.dataset_manifest import Field
 
 CHUNK_BYTES = 2 * MIB
-"""Target size of a chunk: smaller chunks compress less, larger chunks waste decoding."""
+"""Target size of a chunk. Smaller chunks compress less; of larger chunks, readers decode more
+samples than they use."""
 
 _LEVEL = 3
 _MOST_BYTES = 2**32 - 1
@@ -62,8 +63,8 @@ def own_dataset(file: h5py.File, path: str) -> Any:
     """Return the object at a path in an HDF5 file, usually a dataset, without opening other files.
 
     External links, external storage and virtual datasets are refused, because a malicious file
-    could use them to read any file of this machine. Raises ``KeyError``: there is no object at
-    ``path``. ``ValueError``: the object is in another file.
+    could use them to read any file of this machine. Raises ``KeyError`` if there is no object at
+    ``path``, and ``ValueError`` if the object is in another file.
     """
     found = file[_resolved(file, path)]
     if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):
@@ -73,7 +74,10 @@ def own_dataset(file: h5py.File, path: str) -> Any:
 
 
 def _resolved(file: h5py.File, path: str) -> str:
-    """Return the path without soft links. HDF5 itself would follow links into other files."""
+    """Return ``path`` with its soft links resolved.
+
+    HDF5 is not used to resolve them, because it would follow links into other files.
+    """
     left, at, num_links = _parts(path), "/", 0
     while left:
         name = left.pop(0)
@@ -85,8 +89,8 @@ def _resolved(file: h5py.File, path: str) -> str:
             num_links += 1
             if num_links > _MOST_LINKS:
                 raise ValueError(
-                    f"a path must lead over at most {_MOST_LINKS} soft links, but "
-                    f"/{path.lstrip('/')} leads over more"
+                    f"a path must contain at most {_MOST_LINKS} soft links, but "
+                    f"/{path.lstrip('/')} contains more"
                 )
             at = "/" if link.path.startswith("/") else at
             left = [*_parts(link.path), *left]

@@ -102,8 +102,8 @@ class ShardPart:
     def finish(self) -> ShardEntry:
         """Write the file, flush it to disk, and return its manifest entry."""
         with closing(PartFile(self._path, "w+b")) as storage:
-            # HDF5 1.10 must read the file, so never libver="latest"; on a page boundary, direct
-            # reads that bypass the page cache are possible.
+            # libver must not be "latest", because HDF5 1.10 must be able to read the file. Data
+            # starts at a page boundary, so that direct I/O can bypass the page cache.
             with h5py.File(
                 storage,
                 "w",

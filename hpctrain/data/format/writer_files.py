@@ -52,7 +52,7 @@ class Journal:
         return None if record is None else str(record["uuid"])
 
     def recover(self, uuid: str) -> list[ShardEntry]:
-        """Return the finished shards whose files exist, and undo a partial publication.
+        """Return the finished shards up to the first missing file; undo a partial publication.
 
         Raises ``OSError``: a file cannot be renamed or read.
         """
@@ -160,7 +160,7 @@ class WriterLock:
 class Publication:
     """Publication of the finished shards of all ranks as one data set; used once."""
 
-    named = False  # whether a manifest may list the shards of this rank, which then must stay
+    named = False  # whether a manifest may list this rank's shards, which must then not be removed
 
     def __init__(self, directory: Path, comm: Communicator, journal: Journal | None) -> None:
         self._directory, self._comm, self._journal = directory, comm, journal
@@ -205,7 +205,7 @@ class Publication:
         shards: list[ShardEntry] = []
         for index, (shard, name) in enumerate(zip(draft.shards, names, strict=True)):
             path = self._directory / shard.file
-            # Attributes of shards already have the right position if no shard is on a lower rank.
+            # If lower ranks have no shards, the attributes already contain the right position.
             named = (
                 number(path, shard, index=first + index, first_index=first_index)
                 if first

@@ -19,7 +19,7 @@ from hpctrain.data.format.hdf5_values import UNREADABLE
 from hpctrain.data.io.shardfile import IO, OpenShard, ShardFile
 from hpctrain.data.io.values import Array
 
-_ROOM = 2  # map a whole data set only if this multiple of its size is free
+_ROOM = 2  # map a data set only if the free memory is at least this multiple of its size
 
 Opener = Callable[..., OpenShard]  # takes the arguments of ``OpenShard``; can be pickled
 
@@ -68,9 +68,12 @@ class Handles:
             return all(shard.file.is_in_memory for shard in self._shards.values())
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
-        """Start reading rows of shards into memory, in separate threads."""
+        """Start reading rows of shards into memory, in separate threads.
+
+        An item of ``parts`` is ``(shard, rows, places)``; the places are ignored.
+        """
         for home, rows, _ in parts:
-            # Errors of a shard are raised where samples are taken from it.
+            # An error of a shard is raised when samples are read from the shard.
             with suppress(DataError, *UNREADABLE):
                 file = self.shard(home).file
                 read_ahead(self._threads, file, rows, check=check, stays=self._fits)
@@ -79,7 +82,8 @@ class Handles:
 THREADS = 4  # some threads read while others compute checksums
 _PIECE_BYTES = 4 * MIB  # bytes of consecutive blocks that one thread reads
 _REQUEST_BYTES = 128 * KIB
-"""Size of a request: Linux reads at most its read-ahead window at a time, 128 KiB by default."""
+"""Size of a request to read ahead. For one request, Linux reads at most its read-ahead window,
+128 KiB by default."""
 
 
 def read_ahead(

@@ -59,7 +59,7 @@ class RawShard:
         return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
 
     def index(self, name: str) -> Array:
-        """Return the first row of each sample of a ragged field, and the number of rows."""
+        """Return the index of the first row of each ragged sample, then the number of rows."""
         place = self.shard.places[name]
         shape = (self.shard.num_samples + 1,)
         index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
@@ -67,7 +67,7 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return a reader of the values of a field, which reads without mapping the file."""
+        """Return a reader of a field's values that does not map the file."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
@@ -110,7 +110,7 @@ class RawShard:
             load_filters(self._manifest.fields)
             self._hdf5 = open_hdf5(self._path)
         dataset = own_dataset(self._hdf5, what)
-        # The checksum covers the values, not their description by HDF5.
+        # The checksum covers the values, but not their shape and dtype.
         is_dataset = isinstance(dataset, h5py.Dataset)
         if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
             raise ValueError(f"/{what} differs from the manifest")
@@ -118,12 +118,13 @@ class RawShard:
 
 
 class ShardFile(RawShard):
-    """The open file of a shard whose tables were checked, with flags of the checked blocks.
+    """The open file of a shard with valid tables, and a flag for each block that was checked.
 
     If the file changes, ``OpenShard`` opens it again as another object.
 
-    The constructor compares size and tables of the file with the manifest. It raises an
-    exception of ``UNREADABLE`` if the file is missing, damaged, or belongs to another manifest.
+    The constructor compares the size of the file, and its tables of checksums and row indices,
+    with the manifest. It raises an exception of ``UNREADABLE`` if the file is missing, damaged, or
+    belongs to another manifest.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class ShardFile(RawShard):
         return self._identity() != self.identity
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
-        """Return the damaged blocks among ``blocks``; see ``problem`` for their faults."""
+        """Return the damaged blocks among ``blocks``; ``problem`` returns the fault of a block."""
         return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
@@ -235,7 +236,10 @@ class ShardFile(RawShard):
 
 
 def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Map a file until no array refers to the memory; unlike ``mmap``, keep no descriptor."""
+    """Map a file into memory, and unmap it when no array refers to the memory any more.
+
+    Unlike ``mmap``, the mapping keeps no descriptor open.
+    """
     address = map_memory(num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor=descriptor)
     segment = memory_at(address, num_bytes)
     weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
@@ -299,7 +303,7 @@ class OpenShard:
     Args:
         directory: directory of the data set.
         manifest: manifest of the data set.
-        index: number of the shard.
+        index: index of the shard in the manifest, from 0.
         io: as for ``ShardedDataset``, but ``auto`` does not map.
         chunks: cache of decoded chunks, which several shards may share.
 
@@ -358,10 +362,10 @@ class OpenShard:
         return index[rows + 1] - index[rows]
 
     def gather_ragged(self, name: str, rows: Array, out: NDArray[Any], starts: Array) -> None:
-        """Copy samples of a ragged field to ``out``; ``rows`` count from the start of this shard.
+        """Copy samples of a ragged field to ``out``.
 
-        Sample ``rows[i]`` begins at ``out[starts[i]]``. Raises ``CorruptError``: the file cannot
-        be read.
+        Sample ``rows[i]`` of this shard is copied to ``out``, beginning at ``out[starts[i]]``.
+        Raises ``CorruptError``: the file cannot be read.
         """
         lengths = self.lengths(name, rows)
 

@@ -116,11 +116,11 @@ class ChunkCache:
         self._chunks: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()
         self._lock = Lock()
         self.numbers = itertools.count()
-        """Source of the first element of keys, which is unique for each field of a file."""
+        """Counter for the first element of the keys, which identifies a field of a shard."""
 
     def get(self, key: tuple[int, int], decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return a chunk from the cache, or call ``decode`` and store its result."""
-        with self._lock:  # HDF5 decodes one chunk at a time as well
+        with self._lock:  # also while decoding, as HDF5 decodes only one chunk at a time
             if key not in self._chunks:
                 self._chunks[key] = decode()
                 self._num_bytes += self._chunks[key].nbytes

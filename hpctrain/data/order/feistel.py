@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 SMALL = 512
-"""Up to this size a network has more rounds: six cannot produce all orders of a few values."""
+"""Below this size a network has 12 rounds, as 6 rounds cannot produce all orders of few values."""
 
 _ROUNDS, _ROUNDS_SMALL = 6, 12
 _PIECE = 16384  # number of values whose intermediate results fit into the cache of a core
@@ -18,9 +18,9 @@ class Feistel:
     """A keyed permutation of [0, size), computed by a Feistel network in constant memory.
 
     A value is a cell (left, right) of a grid with ``rows * columns >= size``. A round adds a hash
-    of one half to the other half, modulo its extent, so a round is invertible for any hash. If the
-    result is not below the limit, the network is applied again until it is (cycle walking); with
-    the limit ``size``, fewer than one value in sqrt(size) needs this.
+    of one half to the other half, modulo the extent of the other half, so a round is invertible
+    for any hash. The network is applied again until the result is below the limit (cycle walking);
+    with the limit ``size``, fewer than one value in sqrt(size) needs this.
 
     The keys of the rounds are derived from ``words`` in [0, 2^64); ``size`` must be below 2^62.
 
@@ -73,7 +73,8 @@ class Feistel:
             side = index % 2
             extent, half = self._extents[side], halves[side]
             hashed = self._hash(halves[1 - side], key, tweaks, side)
-            # The sum is below twice the extent, and a negative unsigned difference is huge.
+            # A minimum replaces the modulo: the sum is below twice the extent, and a negative
+            # difference wraps around to a huge unsigned number.
             if is_back:
                 half -= hashed
                 np.minimum(half, half + extent, out=half)

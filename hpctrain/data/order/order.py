@@ -63,7 +63,8 @@ class FisherYates:
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         philox = np.random.Philox(key=np.array([seed, epoch], np.uint64))
-        # The high half of a word times the number of choices: no division, bias under 2^-16.
+        # Scale the high half of each word to the number of choices. This needs no division, and
+        # the bias is below 2^-16.
         choices: Words = philox.random_raw(n) >> np.uint64(32)
         choices *= np.arange(1, n + 1, dtype=np.uint64)
         choices >>= np.uint64(32)

@@ -23,20 +23,22 @@ from hpctrain.data.samples import Indices
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
 LANES = 1024  # approximate maximum by default, so that every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
-"""Default number of blocks in all windows per sample of a global batch, and the minimum. Batches
-of class-sorted data are then as even as with a full permutation, within one percent."""
+"""Default number of blocks in the windows of all lanes: 32 per sample of a global batch, and at
+least 8192. Batches of data that are sorted by class are then as even as with a full permutation,
+within one percent."""
 
-# Keys that differ from the keys of other orders in any epoch.
+# Words that give each permutation of a window order a different key, also from other orders.
 _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowShape:
-    """Block size, window and lanes of a window order, which uses ``lanes * window`` blocks."""
+    """Block size, window and lanes of a window order, which mixes ``lanes * window`` blocks."""
 
     block: int  # neighbouring samples that are read together
     window: int
-    """Blocks of a lane that are mixed; slightly more if the lane is not a multiple of them."""
+    """Blocks of a lane that are mixed. If the blocks of a lane are no multiple of this number, the
+    windows are slightly larger."""
     lanes: int  # parts of the data that are read concurrently
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class WindowOrder:
         return lanes
 
     def _in_slots(self, slots: Indices) -> Indices:
-        """Return the blocks in ``slots``; a short last block is in the slot with its number."""
+        """Return the blocks in ``slots``; a short last block is in the slot with its own index."""
         full = slots < self._num_full
         blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
         return np.where(full, as_indices(blocks), slots)
@@ -122,9 +124,9 @@ class WindowOrder:
     def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
         """Separate positions in the rest from positions in lanes.
 
-        Returns the indices of the positions in the rest, and the number of each of them within
-        the rest. Also returns, for every position, its number among the positions in lanes,
-        which is meaningless for a position in the rest.
+        Returns the places in ``positions`` that are in the rest, and the index within the rest of
+        each. Also returns, for every position, its index among the positions in lanes, which is
+        meaningless for a position in the rest.
         """
         before, place = _divided(positions, self._stride)
         is_rest = (place == self._stride - 1) & (before < self._num_rest)
@@ -161,9 +163,9 @@ class _LaneWindows:
         self.longest = self._turns + (self.num_longer > 0)
 
     def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the window of each block of a lane, and the start and length of this window.
+        """Return for each block of a lane the index, start and length of its window.
 
-        Starts and lengths count blocks; ``turns`` are numbers of blocks in a lane.
+        ``turns`` are indices of blocks in a lane. Starts and lengths are in blocks.
         """
         longer = turns < self.num_longer * self.longest
         windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)

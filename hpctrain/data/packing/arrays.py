@@ -34,7 +34,8 @@ _LOCAL_HEADER_BYTES = 30
 _UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
 
 Columns = Mapping[str, Any]
-"""By field, an object with ``shape`` that returns samples for ``[ascending indices]``."""
+"""For each field an object with a ``shape``; ``object[indices]`` returns the samples at ascending
+indices."""
 
 
 class Opened:
@@ -123,7 +124,7 @@ def _opened(path: Path, member: str | None) -> Array:
 
 
 def _member(path: Path, name: str) -> Array:
-    """Map an uncompressed array, so that ranks of a node share its memory; read all others."""
+    """Map an uncompressed array, so that ranks of a node share its memory; read other arrays."""
     npy = np.lib.format
     with zipfile.ZipFile(path) as archive, archive.open(name) as file:
         info = archive.getinfo(name)
@@ -187,9 +188,9 @@ class Dataset:
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for HDF5 files; strings and variable-length rows become ragged fields.
 
-    Without ``wanted.fields`` all datasets are packed; a field has the last name in the path of its
-    dataset. Raises ``DataError``: a file cannot be read, the datasets have different lengths, or
-    one of them is of a type that a data set cannot hold.
+    Without ``wanted.fields`` all datasets are packed; the name of a field is the last component of
+    the path of its dataset. Raises ``DataError``: a file cannot be read, the datasets have
+    different lengths, or a data set cannot hold the type of a dataset.
     """
     return joined([_examined_hdf5(file, wanted) for file in files])
 

@@ -22,7 +22,7 @@ _FILES_PER_TASK = 256
 
 
 def files_below(folder: Path, skipped_links: list[str] | None = None) -> Iterator[str]:
-    """Yield all files below a folder in the order of their names, a folder's own files first.
+    """Yield all files below a folder, sorted by name; files of a folder before its subfolders.
 
     Links are followed, except links to a parent folder, which are added to ``skipped_links``.
     Names that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a
@@ -94,7 +94,7 @@ def ending_of(text: str) -> str:
 
 
 def fingerprint(files: Iterable[str]) -> str:
-    """Return a text that changes with the name, size or time of any of the files.
+    """Return a text that changes with the name, size or modification time of any of the files.
 
     Raises ``OSError``: a file is missing.
     """
@@ -163,9 +163,9 @@ def form_of_images(
 def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -> Array:
     """Decode the content of a file; the form ``number`` includes JSON arrays of numbers.
 
-    An image becomes ``(height, width, 3)`` uint8, RGB, resized by bilinear interpolation over all
-    pixels; bytes become ``(num_bytes,)`` uint8. Raises ``DataError``: the content does not have
-    this form, or has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
+    An image becomes RGB ``(height, width, 3)`` uint8, resized by Pillow with ``BILINEAR``; bytes
+    become ``(num_bytes,)`` uint8. Raises ``DataError``: the content does not have this form, or
+    has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     if form == "bytes":
         return raw(content)

@@ -38,9 +38,9 @@ _SPLITS = frozenset(
 def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     """Return the source for a folder of images or arrays; each folder in it is a class.
 
-    Classes are numbered in the order of their names. Images are packed as pixels if 64 of them
-    have the same size or ``wanted.resize`` is given. Other images, and all images with
-    ``wanted.encoded``, are packed as the bytes of their files.
+    Classes are numbered in the order of their names. Images are packed as pixels if the 64 images
+    that are examined have the same size, or ``wanted.resize`` is given. Otherwise, and with
+    ``wanted.encoded``, images are packed as the bytes of their files.
     """
     links: list[str] = []
     files = list(files_below(path, links))
@@ -115,7 +115,7 @@ def _notes(
 
 
 def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return the names of the classes, the folders in ``root``, and the class of each file."""
+    """Return the class names, which are folders in ``root``, and the class index of each file."""
     start = len(f"{str(root).rstrip('/')}/")
     tops = [file[start:].rpartition("/")[0].partition("/")[0] for file in files]
     classes = sorted(set(tops) - {""})
@@ -135,7 +135,10 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
-    """Raise ``DataError`` if a class has no samples: class numbers would change without it."""
+    """Raise ``DataError`` if a class has no samples.
+
+    Omitting the class would change the numbers of the classes after it.
+    """
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))

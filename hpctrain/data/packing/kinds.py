@@ -33,7 +33,8 @@ class SourceKind:
     """Kind of source: the function that opens it, its file names and its options."""
 
     open: Callable[[Any, WantedFields], PackSource]
-    """Called with the files; for a folder with its path, for Python with the object or name."""
+    """Called with the files. For kind folder, it is called with the path of the folder; for kind
+    python, with the object or its name."""
     endings: tuple[str, ...] = ()  # suffixes of the files
     options: tuple[str, ...] = ()
     """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""
@@ -68,7 +69,7 @@ def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
     Raises ``DataError``: the source cannot be read, or an option has no effect on this kind.
     """
     _check_options(kind, wanted)
-    if kind in _TABLES:  # these kinds convert the types of columns themselves
+    if kind in _TABLES:  # the functions that open tables convert the types of columns
         found = _opened(source, kind, wanted)
     else:
         names, types = _split_types(wanted.fields)
@@ -122,7 +123,7 @@ def _kind_of_folder(path: Path) -> str:
     if any(ending_of(file) in {*IMAGE_ENDINGS, ".npy"} for file in some):
         return FOLDER
     if len(found) != 1:
-        listed = ", ".join(f"{count} of {kind}" for kind, count in found.items())
+        listed = ", ".join(f"{count} of kind {kind}" for kind, count in found.items())
         raise DataError(
             f"a folder must have images, .npy arrays, or files of one kind, which end in one of "
             f"{_endings()}, but {path} has {listed or 'no such file'}; set the kind with --as "
@@ -197,7 +198,7 @@ _MAX_OPTIONS = 12
 
 
 def _note_of_doubles(found: PackSource, given: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note if fields hold float64, unless the types ``given`` by the user have float64."""
+    """Yield a note about fields of float64, except fields that are ``given`` with ``:f8``."""
     doubles = [
         name
         for name, field in found.fields.items()

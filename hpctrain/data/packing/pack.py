@@ -28,8 +28,9 @@ SHARD_BYTES = 512 * MIB
 SHUFFLED_BYTES = 4096 * MIB  # limit of a shuffle in memory, over all ranks
 
 Start = Callable[[int | None, int], Callable[[int], None]]
-"""Function of the number of samples of this rank, None if unknown, and the number that is packed
-already. It returns a function that is called with the size of each batch."""
+"""Function ``start(num_samples, num_packed)`` that begins a progress report: number of samples of
+this rank, None if unknown, and how many of them are packed already. The function that it returns
+is called with the number of samples of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,18 +90,18 @@ def pack(
         directory: directory of the data set, created if missing.
         config: fields to pack, and options.
         comm: ranks that pack together.
-        start: progress callback, called with the number of samples of this rank, None if unknown,
-            and the number of samples that are packed already. Its result is called with the
-            number of samples of each packed batch.
+        start: ``start(num_samples, num_packed)`` is called once, with the number of samples of
+            this rank, None if unknown, and how many of them are packed already. It returns a
+            function, which is called with the number of samples of each packed batch.
 
     Returns:
         The manifest and notes, the same on every rank.
 
     Raises:
-        DataError: the source cannot be read, its samples differ in shape, the directory cannot
-            be written, or the directory has a data set already; on every rank. An existing data
-            set does not change. If the user's function raises an exception, its rank raises this
-            exception, and the other ranks raise a DataError.
+        DataError: on every rank, if the source cannot be read, its samples differ in shape, the
+            directory cannot be written, or the directory has a data set already. An existing data
+            set does not change. If the user's function raises an exception on a rank, this rank
+            raises the same exception, and the other ranks raise a DataError.
     """
     config = config or PackConfig()
     comm = comm or SerialCommunicator()

@@ -25,9 +25,10 @@ from hpctrain.data.packing.source import (
 
 
 def open_python(source: Any, wanted: WantedFields) -> PackSource:
-    """Return the source for an object, a function that returns it, or ``module:function``.
+    """Return the source for an object, or for a function (or its name) that returns an object.
 
-    An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
+    A name is ``module:function``. Each item of the object is a dict of arrays, or a tuple of
+    arrays, which are named 0, 1, ...
     """
     is_named = isinstance(source, str)
     name = source if is_named else type(source).__name__

@@ -25,7 +25,7 @@ Batch = dict[str, Array | list[Array]]
 """Samples by field: an array ``(num_samples, *shape)``, or a list of samples if ragged."""
 
 BATCH_BYTES, BATCH_SAMPLES = 8 * MIB, 1024
-"""Limits of a batch in bytes and samples, of which the first reached ends the batch."""
+"""Limits of a batch in bytes and in samples; the limit that is reached first ends the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ class PackSource:
     def batched(self, samples: Iterable[Batch | Sample]) -> Iterator[Batch]:
         """Group single samples into batches of a few MiB; batches in the input are not divided.
 
-        Raises ``DataError``: the shapes of a sample differ from those of the fields.
+        Raises ``DataError``: a sample does not have the shapes of the fields.
         """
         waiting: list[Sample] = []
         num_bytes = 0
@@ -202,7 +202,7 @@ class PackSource:
     def share(
         self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
     ) -> Iterator[Batch]:
-        """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
+        """Yield batches of the contiguous samples that ``rank`` of ``size`` packs.
 
         The first ``skip`` samples are omitted. With random access, ``seed`` shuffles all samples;
         None keeps the order of the source. With sequential access, each rank gets consecutive
@@ -242,7 +242,7 @@ class PackSource:
     def _parts_of(self, rank: int, size: int) -> Sequence[tuple[int | None, Read]]:
         count = len(self.parts)
         if count == 1:
-            return self.parts if rank == 0 else ()  # its progress bar is shown
+            return self.parts if rank == 0 else ()  # rank 0, because it shows the progress bar
         return self.parts[count * rank // size : count * (rank + 1) // size]
 
 
@@ -322,7 +322,7 @@ def cast(values: Array, dtype: str, what: str) -> Array:
     else:
         wrong = found != values
         if found.dtype.kind in "iu" and values.dtype.kind == "f":
-            # float64 rounds the largest integer of 8 bytes up.
+            # Compare with max + 1, because float64 rounds the largest integer of 8 bytes up to it.
             wrong |= values >= float(np.iinfo(found.dtype).max) + 1
     if wrong.any():
         raise DataError(

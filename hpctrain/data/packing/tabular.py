@@ -39,10 +39,11 @@ _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
 _LARGEST_WHOLE = 2**53  # float64 represents all integers up to this value
 
 Rows = Callable[[str, str | None], Array | list[Array]]
-"""Rows of a table: function of a column and a requested dtype that returns the values."""
+"""Rows of a table, as a function. Its arguments are the name of a column and the requested dtype
+or None; it returns the values of the column."""
 
 Columns = dict[str, tuple[list[str], str | None]]
-"""Columns of each field, which form one array, and the requested dtype or None."""
+"""For each field the names of the columns that form its array, and the requested dtype or None."""
 
 
 def open_table(
@@ -116,7 +117,7 @@ _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _NANS = {"NaN", "nan", "-NaN", "-nan"}
-"""Texts that are missing values, but numbers if a float dtype is requested."""
+"""Texts that are NaN if a float dtype is requested, and mark a missing value otherwise."""
 _GAPS |= _NANS | {"1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 """Texts that mark a missing value in a column of numbers."""
 _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
@@ -255,7 +256,7 @@ def _is_rounded(text: str) -> bool:
 
 
 def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Iterator[str]:
-    """Return notes about columns whose type in the first rows may be unintended."""
+    """Yield notes about columns whose type in the first rows may be unintended."""
     names = first.names
     if all(map(_NUMBER.match, names)):
         yield (
@@ -281,7 +282,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Itera
 
 def _blocks(path: str) -> Iterator[CsvBlock]:
     """Read a file in blocks of whole rows."""
-    # The limit applies to the whole process, and its default is an eighth of this.
+    # The limit applies to the whole process. Its default is 128 KiB.
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
     errors = (OSError, EOFError, zlib.error)
     with (
@@ -365,7 +366,7 @@ def _columns_opened(
     parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
 ) -> PackSource:
-    """Return the source for tables; a part is a file, a number of rows, and any row groups."""
+    """Return the source for tables; a part is ``(file, number of rows, row groups or None)``."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})

@@ -53,10 +53,11 @@ _NOTES = frozenset(
 def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for archives in the format of webdataset.
 
-    A field is named after an ending. Images become pixels if the first samples have one
-    size or ``wanted.resize`` is given. Files ``.npy`` become arrays, ``.cls`` integers, ``.txt``
-    and ``.json`` numbers if the first samples are numbers. All other files, and endings that
-    ``wanted.fields`` names as ``ENDING:bytes``, stay bytes; with ``wanted.encoded``, images too.
+    The files with the same ending become a field, by default with the name of the ending. Images
+    become pixels if the first samples have one size or ``wanted.resize`` is given. Files ``.npy``
+    become arrays, ``.cls`` integers, ``.txt`` and ``.json`` numbers if the first samples are
+    numbers. All other files, and endings that ``wanted.fields`` names as ``ENDING:bytes``, stay
+    bytes; with ``wanted.encoded``, images too.
     """
     where = files[0]
     asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}
@@ -121,7 +122,10 @@ def _form(
 
 
 def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
-    """Read the samples of an archive with the endings ``wanted``, or with all endings."""
+    """Yield the samples of an archive: their files with an ending in ``wanted``.
+
+    If ``wanted`` is empty, all files of the samples are read.
+    """
     key = ""
     contents: dict[str, bytes] = {}
     before: set[str] = set()

@@ -14,10 +14,10 @@ _NUM_VALUES = 8  # values shown per field of a sample
 
 
 def info(directory: Path | str) -> dict[str, Any]:
-    """Describe a data set, without reading its data, in types of JSON.
+    """Return a description of a data set as JSON values, without reading samples.
 
-    In the result, ``created_by`` has the software versions that wrote the first shard; empty if
-    this shard cannot be read. ``state`` of a shard is ``here``, ``missing`` or ``other size``.
+    ``created_by`` has the software versions that wrote the first shard, or is empty if this shard
+    cannot be read. ``state`` of a shard is ``here``, ``missing`` or ``other size``.
     ``num_bytes`` of a field is the size of its decoded values. ``mean_length`` is None for fields
     that are not ragged. Raises ``DataError``: there is no data set.
     """
@@ -49,9 +49,7 @@ def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     """Read one sample and return the name, shape, dtype and first values of each field."""
     dataset = data.ShardedDataset(directory, io="read")  # the import loads torch
     if not 0 <= index < len(dataset):
-        raise DataError(
-            f"the number of a sample must be from 0 to {len(dataset) - 1}, got {index}"
-        )
+        raise DataError(f"the index of a sample must be from 0 to {len(dataset) - 1}, got {index}")
     found = []
     for name, values in dataset[index].items():
         first = np.ravel(values)[:_NUM_VALUES].tolist()

@@ -31,10 +31,11 @@ class LabelSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelShares:
-    """Shares of the labels in each part, drawn from a Dirichlet distribution."""
+    """Arguments of a split by label, which draws shares of parts from a Dirichlet distribution."""
 
     num_parts: int
-    alpha: float  # small: few labels per part; ``inf``: the same share of each label
+    alpha: float
+    """Concentration of the distribution. Small: few labels per part; ``inf``: equal shares."""
     label: str = "y"  # field of the data set
     seed: int = 0
 
@@ -55,13 +56,14 @@ def split_by_label(
     """Divide the samples of each label among parts.
 
     Every sample is in one part. Only the labels are read. The split is written to the file
-    ``out``; see ``Split``. Collective with ``comm``, whose ranks share the reading. ``start``
-    reports progress: it is called with the number of samples of this rank, and its result is
-    called with the number of samples of each piece. Raises ``DataError``: ``out`` exists, a part
-    would get no sample, or files cannot be read or written; on every rank.
+    ``out``; see ``Split``. Collective with ``comm``: each rank reads some of the labels.
+    ``start(num_samples)`` is called once, with the number of samples that this rank reads. It
+    returns a function, which is called after each piece with the number of samples in the piece.
+    Raises ``DataError`` on every rank: ``out`` exists, a part would get no sample, or files cannot
+    be read or written.
 
-    Source: Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
-    2021, arXiv:2102.02079.
+    Source: Li et al. 2021, arXiv:2102.02079, who draw for each label the shares of the parts. Hsu
+    et al. 2019, arXiv:1909.06335, draw for each part the shares of the labels instead.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     label = shares.label
@@ -116,7 +118,7 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             )
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
-        # The part that gets the remaining samples is drawn too.
+        # The order of the parts is drawn too, so that rounding does not favour the same parts.
         parts[draw.permutation(samples)] = np.repeat(
             draw.permutation(num_parts).astype(np.uint32), sizes
         )

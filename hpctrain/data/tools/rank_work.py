@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 Advance = Callable[[int], None]
 """Function that is called with the number of samples or bytes done since its last call."""
-Start = Callable[[int], Advance]  # called with the amount of work of this rank
+Start = Callable[[int], Advance]  # called once, with all samples or bytes of this rank
 
 TURN_S = 2.0  # seconds of work between two synchronizations of the ranks
 

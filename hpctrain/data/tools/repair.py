@@ -40,11 +40,11 @@ def repair(
 ) -> RepairOutcome:
     """Check a data set, remove leftovers, and replace damaged files by files of a copy.
 
-    Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
+    Collective with ``comm``, whose ranks divide the work. Each step is atomic: after a kill the
     data set is as before or after a step, and the next repair continues. ``source`` is another
-    copy of the same data set; without it, only leftovers are removed. Raises ``DataError``: there
-    is no manifest here or in the copy, the copy is of another data set, or the directory cannot be
-    written; on every rank.
+    copy of the same data set; without ``source``, only leftovers are removed. Raises ``DataError``
+    on every rank: neither ``directory`` nor ``source`` has a manifest, ``source`` is another data
+    set, or the directory cannot be written.
     """
     directory, comm = Path(directory), or_alone(comm)
     source = None if source is None else Path(source)
@@ -119,7 +119,7 @@ def _take(
 
 
 def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
-    """Replace the file of a shard by the copy; return the reason if the copy is damaged too."""
+    """Replace the file of a shard by the copy; return the reason of a failure, or ``""``."""
     path = source / shard.file
     try:
         if path.stat().st_size != shard.num_bytes or crc32_of(path) != shard.crc32:

@@ -22,7 +22,7 @@ from hpctrain.data.writer import ShardWriter
 
 PIECE_BYTES = 4 * MIB  # bytes of samples per read, unless a block is larger
 
-_TAG = 1 << 63  # separates the permutation of a split from the permutations of epochs, from 0
+_TAG = 1 << 63  # used instead of an epoch, so that a split has another permutation than any epoch
 
 Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
@@ -32,7 +32,7 @@ class Shape:
     """Sizes and compression of a rewritten data set; None keeps the present value."""
 
     samples_per_shard: int | None = None  # samples of each shard except the last
-    shard_bytes: int | None = None  # approximate bytes instead, before compression
+    shard_bytes: int | None = None  # or its approximate bytes, before compression
     block_size: int | None = None  # samples per checksum
     compression: str | None = None  # ``none`` or ``zstd``, of all fields
 
@@ -62,9 +62,9 @@ def reshard(
     number of ranks. Needs a few MiB of memory, or a few blocks if blocks are larger. Every block
     is checked as it is read. After a kill, the same call resumes after the finished shards.
 
-    ``start`` reports progress: it is called with the number of samples of this rank, and its
-    result is called with the number of samples of each piece. Raises ``DataError``: the data set
-    is damaged, or the new one cannot be written; on every rank.
+    ``start(num_samples)`` is called once, with the number of samples of this rank. It returns a
+    function, which is called after each piece with the number of samples in the piece. Raises
+    ``DataError`` on every rank: the data set is damaged, or the new data set cannot be written.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -105,11 +105,11 @@ def split(
     """Write each part of a data set to a separate directory, ``out/<part>``.
 
     Every sample is in exactly one part, determined by the index of the sample, the shares, and
-    ``seed`` in [0, 2^64). The samples of a part keep their order, and the shares sum to 1.
-    Collective with ``comm``, whose ranks share the work. ``start`` reports progress: it is called
-    with the number of samples of this rank, and its result is called with the number of samples of
-    each piece. Raises ``DataError``: a part would get no sample, the data set is damaged, or a
-    part cannot be written; on every rank.
+    ``seed`` in [0, 2^64). The samples of a part keep their order. The shares must sum to 1.
+    Collective with ``comm``, whose ranks divide the work. ``start(num_samples)`` is called once,
+    with the number of samples of this rank. It returns a function, which is called after each
+    piece with the number of samples in the piece. Raises ``DataError`` on every rank: a part would
+    get no sample, the data set is damaged, or a part cannot be written.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -193,7 +193,7 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
 
 
 def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
-    """Draw random parts of these sizes; return a function from samples to their parts."""
+    """Draw random parts of these sizes; return a function from sample indices to part indices."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")

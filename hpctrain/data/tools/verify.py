@@ -43,7 +43,7 @@ class Fault:
 
     file: str
     what: str  # description of the fault, such as "has grown"; the file is the subject
-    shard: int | None = None  # number of the shard, None for the manifest
+    shard: int | None = None  # index of the shard, None for the manifest
     field: str | None = None  # the field; None for a fault of the whole file
     blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
     samples: tuple[Range, ...] = ()
@@ -65,7 +65,7 @@ class FaultReport:
     num_bytes: int = 0
     faults: tuple[Fault, ...] = ()  # by shard, then by field; the same on every rank
     leftovers: tuple[str, ...] = ()
-    """Files of writers that were killed, and of data sets that were replaced; no fault."""
+    """Files of writers that were killed, and of data sets that were replaced; not faults."""
 
     @property
     def is_whole(self) -> bool:
@@ -84,7 +84,7 @@ class FaultReport:
 
     @property
     def bad_shards(self) -> tuple[int, ...]:
-        """Numbers of the shards with a fault."""
+        """Indices of the shards with a fault."""
         return tuple(sorted({f.shard for f in self.faults if f.shard is not None}))
 
     def lines(self) -> list[str]:
@@ -132,12 +132,12 @@ def verify(
 ) -> FaultReport:
     """Compare each byte of a data set with its manifest.
 
-    Reads only the shards. Needs memory for a few pieces of 4 MiB, or for a few blocks if blocks
-    are larger. Collective with ``comm``, whose ranks share the shards.
+    Changes no file. Needs memory for a few pieces of 4 MiB, or for a few blocks if blocks are
+    larger. Collective with ``comm``, whose ranks divide the shards among them.
 
     A rank reads several shards concurrently, one per core and at most 4. The faults are the same
-    on every rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no
-    such directory, or zstd is needed and not installed; on every rank.
+    on every rank; a missing or unreadable file is a fault too. Raises ``DataError`` on every rank:
+    there is no such directory, or zstd is needed and not installed.
     """
     directory, comm = Path(directory), or_alone(comm)
     manifest, stray = on_root(comm, partial(_manifest, directory), DataError)

@@ -57,8 +57,8 @@ class DecodePool:
         transform: applied to the samples of a batch; None to return them unchanged.
         num_workers: number of processes.
         timeout_s: time limit for loading and for each batch; ``inf`` for no limit.
-        any_ranks: raise an error if a transform of whole batches draws from a global generator,
-            because its random numbers would depend on the number of ranks.
+        any_ranks: whether results must not depend on the number of ranks. Then a transform of
+            whole batches that draws from a global generator raises an error.
 
     Raises:
         DataError: data set or transform cannot be pickled, or no process can be started.
@@ -85,8 +85,8 @@ class DecodePool:
 
         The worker seeds its global generators from seed, epoch and samples. Raises ``DataError``:
         the pool was closed, or a worker died or exceeded its time limit; after a time limit, the
-        error names the sample. ``Exception``: an error of the data set or the transform, with the
-        user's frames in a note.
+        error names the sample. Errors of the data set or the transform are raised unchanged, with
+        the user's frames in a note.
         """
         worker = self._free.get()
         try:
@@ -177,7 +177,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Describe the current sample and its file; if it is unknown, all samples of the batch."""
+        """Describe the current sample and its file, or all samples if the sample is unknown."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))

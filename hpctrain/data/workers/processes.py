@@ -112,7 +112,7 @@ class Processes:
         )
 
     def _wait_for_death(self, number: int) -> tuple[int, int] | None:
-        """Wait until a worker ends; return its pid and exit code, None if these are unknown."""
+        """Wait until a worker ends; return its process id and exit code, or None if unknown."""
         with self._asking, contextlib.suppress(OSError, EOFError):
             while number not in self._deaths and self._control.poll(END_S):
                 worker, pid, code = self._control.recv()
@@ -199,7 +199,8 @@ class Notes:
 
 
 _Alive: TypeAlias = dict[int, tuple[int, int]]
-"""Number and process id of each worker, by a pipe that closes when the worker ends."""
+"""Index and process id of each worker. The key is the descriptor of a pipe that closes when the
+worker ends."""
 
 GRACE_S = 1.0  # seconds that a worker may continue after the rank has closed the pool or ended
 STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
@@ -211,8 +212,8 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
     Args:
         workers: for each worker, the descriptor of its socket to the rank.
         notes: for each worker, the descriptor of its ``Notes``.
-        control: descriptor of the server's socket to the rank. The rank sends the number of a
-            worker to end.
+        control: descriptor of the server's socket to the rank. On this socket, the rank sends the
+            index of a worker that the server must end.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Meant for the rank, which ends the server by closing the sockets.
@@ -232,7 +233,7 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
     with contextlib.suppress(OSError, EOFError):  # the rank is gone, or has closed the pool
         _watch(Connection(control), alive)
     ends = set(alive)
-    while ends and (ended := wait([*ends], GRACE_S)):  # idle workers have seen their sockets
+    while ends and (ended := wait([*ends], GRACE_S)):  # idle workers end when their sockets close
         ends.difference_update(ended)
     os.killpg(0, signal.SIGKILL)
 

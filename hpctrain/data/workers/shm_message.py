@@ -72,13 +72,13 @@ def portable(error: Exception) -> Exception:
     A ``CorruptError`` stays a ``CorruptError`` with the same range of samples.
     """
     try:
-        copy = cloudpickle.loads(pickle.dumps(error))  # many can be pickled but not unpickled
+        copy = cloudpickle.loads(pickle.dumps(error))  # some errors fail only when unpickled
     except Exception:  # pickling runs methods of a class of another package
         copy = None
     if type(copy) is type(error):
         return error
     text = f"{type(error).__name__}: {error}"
-    # Damaged samples may be skipped, by all ranks or none.
+    # Keep the class, because the loader may skip the damaged samples on all ranks.
     if isinstance(error, CorruptError):
         return CorruptError(text, error.start, error.stop)
     made = DataError(text)

@@ -48,7 +48,7 @@ class SbatchOptions:
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``
 
     def lines(self) -> dict[str, str]:
-        """Return a dict from the name of each option that is set to its #SBATCH line."""
+        """Return the text after #SBATCH for each option that is set, by name of the option."""
         plain = [each.name for each in fields(SbatchOptions)][:-2]
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in plain}
         if self.dependency:
@@ -61,7 +61,7 @@ class SbatchOptions:
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
                 raise ConfigError(
                     f"an additional option of sbatch must be --name or --name=value, got "
-                    f"{option!r}; write such as --qos=high"
+                    f"{option!r}; for example, write --qos=high"
                 )
             name, mark, value = option.partition("=")
             if name == "--clusters":

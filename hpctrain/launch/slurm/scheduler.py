@@ -23,7 +23,7 @@ SUBMIT_S = 120.0  # time limit of commands that submit and manage jobs
 
 SCRIPT = "job.sbatch"  # in the run directory: script of the latest job
 
-JOBS = "jobs.txt"  # in the run directory: numbers of all jobs, one per line
+JOBS = "jobs.txt"  # in the run directory: ids of all jobs, one per line
 
 WITHOUT_SLURM = (
     "without Slurm, --print shows the script and `hpctrain launch -n RANKS -- COMMAND` starts the "
@@ -31,7 +31,7 @@ WITHOUT_SLURM = (
 )
 
 CLUSTERS = "SLURM_CLUSTERS"
-"""Variable of a cluster that all commands of Slurm use, unlike ``SBATCH_CLUSTERS`` of sbatch."""
+"""Variable that selects the cluster of all Slurm commands; only sbatch reads SBATCH_CLUSTERS."""
 
 UNLIMITED = ("0", "unlimited", "infinite")  # values that mean no time limit
 
@@ -89,7 +89,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
     if done.returncode:
         raise no_answer(done.stderr)
-    # The first number of a job array selects all its tasks, each of which has a line.
+    # The id of a job array, which is also the id of one task, selects all tasks; each has a line.
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     seconds = time_limit_s(lines.get(job, ""))
     return None if seconds is None else queried + seconds
@@ -216,7 +216,7 @@ def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
-    """Submit a script and return the number of the job.
+    """Submit a script and return the job id.
 
     PATH of the job begins with the directory of the running ``hpctrain``, so the job finds the
     program even if its Python environment is not activated.
@@ -242,7 +242,7 @@ def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ) -> int:
-    """Write a script into a run directory, submit it and return the number of the job.
+    """Write a script into a run directory, submit it and return the job id.
 
     Raises:
         ConfigError: the directory is not writable.
@@ -264,7 +264,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
     A status begins with the state: ``PENDING, Priority, since 2026-11-25T09:12:40``.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
-    # squeue fails for numbers of old jobs, so this call lists all jobs of the user.
+    # squeue fails for ids of old jobs, so this call lists all jobs of the user.
     done = run(
         [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F %T %V %S %r"],
         environ,
@@ -280,7 +280,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
         since = queued if waits else start
         more += f", since {since}" if since[:1].isdigit() else ""
         more += f", expected to start {start}" if waits and start[:1].isdigit() else ""
-        # The number of a job array selects all its tasks; a running task has priority.
+        # The id of a job array gets the status of one of its tasks; a running task has priority.
         for name in {number, whole} if number.isdigit() and whole.isdigit() else ():
             if found.get(int(name), "PENDING").startswith("PENDING"):
                 found[int(name)] = f"{state}{more}"
@@ -310,13 +310,13 @@ def cancel(job: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def jobs_of(folder: Path) -> list[int]:
-    """Return the numbers of the jobs of a run that ``hpctrain submit`` submitted, oldest first."""
+    """Return the ids of the jobs of a run that ``hpctrain submit`` submitted, oldest first."""
     path = folder / JOBS
     return [int(word) for word in path.read_text("utf-8").split()] if path.exists() else []
 
 
 def dependency(text: str) -> str:
-    """Return the value of ``sbatch --dependency`` for ``--after``: job numbers or a condition."""
+    """Return ``sbatch --dependency`` for a value of ``--after``: job ids or a condition."""
     text = text.strip()
     if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
         return "afterok:" + text.replace(",", ":")
@@ -329,7 +329,7 @@ def dependency(text: str) -> str:
 
 
 def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment; its PATH begins with the folder of the running ``hpctrain``."""
+    """Return the environment with a PATH that finds the running ``hpctrain`` first."""
     ours = Path(sys.executable).parent / "hpctrain"
     path = environ.get("PATH", os.defpath)
     if not ours.exists() or shutil.which("hpctrain", path=path) == str(ours):

@@ -1,21 +1,21 @@
 # shellcheck shell=bash
-# What is particular to your site. Every script of this folder reads this file when its job begins;
-# HPCTRAIN_SITE names another one. To let the SBATCH_ variables count, read it before sbatch too:
+# Settings of your site. Every script of this folder reads this file when its job begins, or the
+# file in HPCTRAIN_SITE. sbatch reads the SBATCH_ variables, so source this file before sbatch too:
 #
 #     source slurm/site.sh && sbatch --export=ALL,CONFIG=my.toml slurm/multi_node.sbatch
 #
-# As it is, jobs run in the environment in which they were submitted. sites/lmod.sh and
-# sites/spack.sh are examples of more.
+# Unchanged, jobs run in the environment of their submission. sites/lmod.sh and sites/spack.sh are
+# complete examples.
 
-# Where, and on whose account: sbatch takes these over what the scripts say.
+# Partition and account; for sbatch, these variables have priority over the scripts.
 #export SBATCH_PARTITION=compute
 #export SBATCH_ACCOUNT=my-project
 
-# The environment with hpctrain in it.
+# The Python environment that contains hpctrain.
 #source "$HOME/hpctrain-env/bin/activate"
 
-# What srun calls the interface of your MPI, if `hpctrain doctor --pmi` should not look it up.
+# Value of `srun --mpi=` for your MPI; by default the result of `hpctrain doctor --pmi`.
 #export MPI_TYPE=pmix
 
-# Storage of each node: staged_data.sbatch copies there.
+# Local storage of each node, to which staged_data.sbatch copies data.
 #export LOCAL_DIR=/local/scratch

@@ -287,7 +287,7 @@ def _time(script: BatchScript) -> Iterator[Fault]:
 
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
-    """Return ``checkpoint.every`` of the run of a command, and True if the user set the key."""
+    """Return ``checkpoint.every`` of a run that a command starts, and whether the user set it."""
     words = command.words
     names = [word.rpartition("/")[2] for word in words]
     starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]

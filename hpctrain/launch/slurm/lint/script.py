@@ -189,8 +189,8 @@ class BatchScript:
         self.text = text
         self.facts = facts
         self.options, self.late, self.components = _directives(text)
-        """Options of the ``#SBATCH`` lines by long name; numbers of lines that sbatch ignores, and
-        of lines that begin a further component of a heterogeneous job."""
+        """Options of the ``#SBATCH`` lines by long name; line numbers of ``#SBATCH`` lines that
+        sbatch ignores; line numbers where further components of a heterogeneous job begin."""
         is_comment = re.compile(r"#\s+SBATCH\s+-").match
         self.commented = [at for at, line in enumerate(text.splitlines(), 1) if is_comment(line)]
         found = [*commands(text)]
@@ -216,7 +216,7 @@ class BatchScript:
         self.launchers = [each for each in self.commands if launcher_of(each)]
 
     def _expanded(self, word: str) -> str:
-        """Replace each variable in a word whose value is known and is a single word."""
+        """Replace each variable in ``word`` if its value is known and is a single word."""
 
         def value(match: re.Match[str]) -> str:
             known = self._known.get(match[1] or match[2], "")
@@ -290,7 +290,7 @@ class BatchScript:
         if any(program.name and is_rank(program) for program in programs):
             return False
         pattern = rf"\b({'|'.join(map(re.escape, OWN_LAUNCHERS))})\b"
-        return re.search(pattern, self.code) is not None  # in a variable
+        return re.search(pattern, self.code) is not None  # its name may be in a variable
 
     def _tasks_of(self, options: Options) -> int | None:
         if "ntasks" in options:

@@ -87,7 +87,7 @@ def _site(script: BatchScript) -> SiteProfile:
 
 
 def _given(script: BatchScript, name: str) -> str:
-    """Return an option of sbatch, from the script or its variable; empty if it is not set."""
+    """Return an option of sbatch, from the script or SBATCH_NAME; empty if neither is set."""
     variable = f"SBATCH_{name.replace('-', '_').upper()}"
     return script.options.get(name, "") or script.facts.environ.get(variable, "")
 

@@ -116,7 +116,7 @@ def tasks_per_node(script: BatchScript) -> int | None:
 
 
 def _own_tasks(options: Options, nodes: int, usual: int | None) -> int | None:
-    """Return the tasks per node that the options of a launcher request; without them ``usual``."""
+    """Return the tasks per node that a launcher's options request, or else ``usual``."""
     if "ntasks-per-node" in options:
         return number(options, "ntasks-per-node")
     return _share(number(options, "ntasks"), nodes) if "ntasks" in options else usual

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# A site with Spack, and an environment of Spack that holds Python and an MPI built for Slurm:
+# A site with Spack, and a Spack environment that contains Python and an MPI library for Slurm:
 #
 #     spack env create hpctrain
 #     spack -e hpctrain add 'python@3.11:' 'mpich pmi=pmi2 +slurm' && spack -e hpctrain install
 #
-# with a virtual environment on top, made once by:
+# and a virtual environment that uses them, which you create once:
 #
 #     spack env activate hpctrain && python3 -m venv "$HOME/hpctrain-env"
 #     "$HOME/hpctrain-env/bin/pip" install hpctrain
