@@ -230,7 +230,8 @@ class Watch:
         """One int64: 0, or 1 + the rank on which this communicator has failed. Ranks that share
         memory share the number, see ``SharedMemory``."""
         self.number: int | None = None
-        """Number of the communicator, the same on all its ranks; None if they need no notices."""
+        """Number of the communicator, the same on all its ranks; None if the ranks need no
+        notices."""
         self.on_fail: list[Callable[[], object]] = []
         """Functions called when a call of this rank fails, on the thread of the call."""
         self.mismatch: MismatchError | None = None
@@ -257,7 +258,7 @@ class Watch:
         )
 
     def record_calls(self, ranks: Sequence[int]) -> None:
-        """Start recording the collectives of a communicator of ``ranks``. Collective over them."""
+        """Start recording the collectives of a communicator of ``ranks``. Collective."""
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
     def begin(self, call: Call, *, is_compared: bool = False) -> None:
