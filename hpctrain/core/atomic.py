@@ -33,7 +33,7 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
         sync(part)
         part.replace(path)
     except BaseException:
-        # A full or read-only disk may refuse this too; the first error is reported.
+        # A full or read-only disk may also refuse ``unlink``; only the first error is raised.
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise

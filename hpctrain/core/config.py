@@ -72,8 +72,8 @@ class Settings:
     """Whether compiled code, if installed, computes the sums within a node; the results are
     bitwise identical."""
     overlap: Overlap = "auto"
-    """When gradients are sent: on a ``thread``, ``inline`` in the backward pass, at its ``end``,
-    or ``auto``."""
+    """When gradients are sent: during the backward pass, on a ``thread`` or ``inline`` in hooks,
+    or at its ``end``; ``auto`` selects by the plan."""
     bucket_bytes: Bytes = 25 * MIB
     """Largest message of gradients that are sent during the backward pass."""
     check_weights: Literal["error", "warn", "off"] = "error"
@@ -97,10 +97,11 @@ class Settings:
     records: Path | None = None
     """Folder in which ``hpctrain.record`` writes one file per rank; set by ``hpctrain study``."""
     stage_dir: Path | None = None
-    """Folder on each node for the copies of data sets that ``stage="auto"`` makes; by default that
-    of the job."""
+    """Folder on each node for the copies of data sets that ``stage="auto"`` makes; by default a
+    folder of the job for temporary files."""
     budget: Duration | None = None
-    """Time after which ``hpctrain train`` stops, saves and exits with code 85, such as ``11h``."""
+    """Time, such as ``11h``, after which ``hpctrain train`` stops, saves and exits with code
+    85."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
     """Lowest level of hpctrain's own messages that are printed."""
     fusion_bytes: Bytes | None = None

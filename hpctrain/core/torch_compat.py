@@ -47,7 +47,7 @@ def warn_if_untested() -> None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return True if a tensor, such as a ``DTensor``, contains others and has no elements."""
+    """Return True if a tensor, such as a ``DTensor``, wraps other tensors and has no elements."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
