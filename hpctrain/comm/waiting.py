@@ -38,7 +38,7 @@ class Pace(NamedTuple):
     spin_s: float = SPIN_S
     yield_s: float = 0.0
     """Phase that yields the core between tests; a yield returns sooner than a sleep."""
-    shortest_s: float = LOOK_S
+    shortest_s: float = LOOK_S  # shortest and longest sleep; sleeps grow with the wait
     longest_s: float = LOOK_S
 
     def after(self, waited_s: float) -> "Pace":
@@ -179,7 +179,7 @@ class Limit:
         self.broken_off = ""
         """Reason why waits must end; empty while waits are allowed."""
         self.on_late: Callable[[float], object] | None = None
-        """Called with the seconds waited at every check for lost ranks."""
+        """Called at every check for lost ranks, with the seconds waited so far."""
 
     def check(self) -> None:
         """Raise ``CommError`` if another thread has ended the waits; see ``broken_off``."""

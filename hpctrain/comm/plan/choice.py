@@ -221,7 +221,7 @@ class Batching(NamedTuple):
     """Parameters by which named operations are fused."""
 
     fusion_bytes: int  # largest message of several operations
-    cycle_s: float  # time that an operation waits for others to fuse with, unless a caller waits
+    cycle_s: float  # time that an operation waits to be fused, unless a caller waits for it
 
 
 DEFAULT = Batching(64 * MIB, 0.0)  # without a measurement

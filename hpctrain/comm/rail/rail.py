@@ -190,7 +190,7 @@ class MpiWire(Wire):
 
 
 DEPTH = 8
-"""Maximum number of parts in flight besides the oldest one; less than ``TAGS_PER_CALL``."""
+"""Maximum number of parts in flight after the oldest one; less than ``TAGS_PER_CALL``."""
 
 
 @dataclass(slots=True, eq=False)
