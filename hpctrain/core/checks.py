@@ -95,7 +95,7 @@ Time = Annotated[str, Bounds(unit="time")]
 Size = Annotated[str, Bounds(unit="bytes")]
 Texts = Annotated[list[str], Bounds(each=str)]
 Overlap = Literal["auto", "thread", "inline", "end"]
-"""When buckets are sent: chosen by the plan, on a thread, inside the hooks, after backward."""
+"""When buckets are sent: as the plan chooses; on a thread; inside the hooks; after backward."""
 
 
 def require(ok: bool, rule: str, value: object, remedy: str = "") -> None:  # noqa: FBT001 - reads as a sentence
