@@ -15,7 +15,7 @@ from hpctrain.cost.schedules import NOBODY, Fold, fold
 _TAG = 23258
 _CHUNK = 1 << 16  # elements converted to float64 at a time, which fit the cache
 _SMALLEST = torch.finfo(torch.float64).tiny ** 0.5
-"""A smaller squared norm counts as zero, since a division by it may overflow."""
+"""A smaller squared norm counts as zero, since a division by such a norm may overflow."""
 
 
 def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
@@ -23,8 +23,8 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
 
     The adaptive sum of a and b is ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``: their sum if
     they are orthogonal, their mean if they are parallel. Ranks combine in a binary tree. The
-    products are computed separately for each tensor, but all tensors are sent in one message. A
-    factor common to all ranks is a factor of the result.
+    products are computed separately for each tensor, but all tensors are sent in one message. If
+    all ranks multiply a tensor by the same factor, the result is multiplied by this factor.
 
     The algorithm is recursive halving, as for a sum: each rank sends 2 log2(N) messages with
     2(N-1)/N of all elements in total, and, at level k, k additional messages with three

@@ -18,7 +18,7 @@ T = TypeVar("T")
 GatherObjects = Callable[[Any], list[Any]]
 """Returns the objects of all ranks, by rank. Collective."""
 _MAX_SENT = 8
-"""Number of different values that are sent to describe a difference."""
+"""Maximum number of different values that are sent to describe a difference."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def is_any(comm: "Communicator", *, mine: bool) -> bool:
 
 
 def maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
-    """Return the maximum of each of the numbers, below 2^63, over all ranks. Collective."""
+    """Return the element-wise maximum of ``numbers``, below 2^63, over all ranks. Collective."""
     if comm.size == 1:
         return numbers
     import torch  # noqa: PLC0415 - slow, and commands for one process need no torch
@@ -90,9 +90,10 @@ def maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
 
 
 def refusals_of(comm: "Communicator", refusal: str | None) -> Sequence[str | None]:
-    """Return the refusals of all ranks, by rank, or ``()`` if no rank has one. Collective.
+    """Return the error messages of all ranks, by rank, or ``()`` if there are none. Collective.
 
-    The texts are gathered only if a rank has one.
+    ``refusal`` is the error message of this rank, or None. The messages are gathered only if a
+    rank has one.
     """
     return comm.allgather_object(refusal) if is_any(comm, mine=refusal is not None) else ()
 
@@ -100,7 +101,7 @@ def refusals_of(comm: "Communicator", refusal: str | None) -> Sequence[str | Non
 def raise_if_refused(
     comm: "Communicator", refusal: str | None, error: type[HpctrainError] = MismatchError
 ) -> None:
-    """Raise ``error`` on every rank if any rank passes a ``refusal``. Collective."""
+    """Raise ``error`` on every rank if any rank passes an error message. Collective."""
     raise_if_any(refusals_of(comm, refusal), error)
 
 
@@ -136,8 +137,8 @@ def require_equal(
         remedy: remedy, for the message.
 
     Raises:
-        MismatchError: texts differ; the message has the first differing text of each rank, or of
-            some ranks.
+        MismatchError: texts differ; the message contains, for each rank or for some ranks, the
+            first text that differs.
     """
     if not is_equal(comm, list(lines)):
         require_equal_by(comm.allgather_object, lines, what, remedy)
@@ -149,9 +150,10 @@ def is_equal(comm: "Communicator", value: object) -> bool:
 
 
 def places_of_differences(comm: "Communicator", numbers: Iterable[int]) -> list[int]:
-    """Return the places of the numbers, below 2^63, that differ between ranks. Collective.
+    """Return the indices, from 0, of the ``numbers`` that differ between ranks. Collective.
 
-    One all-reduce, whose size does not depend on the number of ranks.
+    The absolute values must be below 2^63. Costs one all-reduce, whose size does not depend on the
+    number of ranks.
     """
     ends = iter(maxima(comm, [end for number in numbers for end in (number, -number)]))
     return [place for place, (top, low) in enumerate(zip(ends, ends, strict=True)) if top != -low]
@@ -181,10 +183,11 @@ def require_equal_by(
 
 
 def gather_distinct(gather: GatherObjects, mine: T, max_sent: int = _MAX_SENT) -> list[T | None]:
-    """Return the values of all ranks, by rank; an empty list if they are equal. Collective.
+    """Return the values of all ranks, by rank; an empty list if all are equal. Collective.
 
-    One rank sends each distinct value. Only the first ``max_sent`` of them are sent; ranks with
-    other values have None in the list. Values are equal if their ``repr`` is equal.
+    Values are equal if their ``repr`` is equal. If several ranks have equal values, only the
+    lowest of these ranks sends the value. Only the first ``max_sent`` different values are sent;
+    the list contains None for ranks with other values.
     """
     own = f"{_digest(mine)} {secrets.token_hex(8)}"  # different on each rank
     every = gather(own)
@@ -204,8 +207,8 @@ def _digest(value: object) -> str:
 def differing(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the names whose values differ between ranks, with their values by rank as text.
 
-    Not collective. ``of_ranks`` has the dictionary of each rank, from names to values; ranks
-    without a name are ignored.
+    Not collective. ``of_ranks`` has a dictionary from names to values for each rank. For each
+    name, ranks that lack the name are ignored.
     """
     names = dict.fromkeys(name for values in of_ranks for name in values)
     found = {name: [values.get(name) for values in of_ranks] for name in names}

@@ -1,7 +1,7 @@
 """Blocks of a program that all ranks leave together, such as ``with`` blocks of local SGD.
 
 The other ranks raise an error if a rank leaves a block by an error, or waits at the end of the
-block after fewer steps.
+block after fewer steps than another rank.
 """
 
 import math
@@ -39,7 +39,7 @@ class Reports:
         use(control)
         self._owner = Owner()
         self._latest: dict[int, tuple[bytes, requests.MpiRequest]] = {}
-        """By rank: the last report of ``update``, at most one of which is in flight."""
+        """By receiver: the last report that ``update`` has sent, and the request of the send."""
         self._updating = threading.Lock()
         self.is_open = True
 
@@ -103,12 +103,15 @@ class Blocks:
         self._num_entered = 0
         self._within = {_WORLD: Block("the program", lambda: 0)}
         self._broken: dict[int, tuple[float, str]] = {}
-        """By block: time of a report that another rank has left it by an error, and the error."""
+        """By block number: when a report arrived that another rank left the block by an error, and
+        that error."""
         self._ending: tuple[int, float] | None = None
-        """Block at whose end this rank waits, and start of the wait; infinite once reported."""
+        """Number of the block at whose end this rank waits, and the start of the wait, which is
+        set to infinity when the wait is reported."""
         self._ends: dict[int, tuple[float, int, int]] = {}
-        """By block: time of a report that a rank waits at the end, the rank, and its steps."""
-        self._ended: dict[int, int] = {}  # steps after which all ranks ended a block
+        """By block number: when a report arrived that a rank waits at the end of the block, the
+        rank, and the number of its steps."""
+        self._ended: dict[int, int] = {}  # by block number: steps when all ranks last ended it
         self._error_s = -math.inf  # when this rank has left a block by an error
 
     @property
@@ -124,7 +127,7 @@ class Blocks:
         return self._error_s > since_s or self._ending is not None
 
     def enter(self, block: Block) -> int:
-        """Enter a block and return its number."""
+        """Enter a block; return the number of the block, counted from 1."""
         self._num_entered += 1
         self._within[self._num_entered] = block
         return self._num_entered
@@ -172,8 +175,8 @@ class Blocks:
         """Report a long wait at the end of a block; check the reports of other ranks.
 
         Raises:
-            RankLostError: another rank has left a block of this rank by an error, or waits at its
-                end after fewer steps.
+            RankLostError: another rank has left by an error a block that this rank is in, or waits
+                at the end of such a block after fewer steps than this rank.
         """
         now = time.monotonic()
         if self._ending is not None and now - self._ending[1] >= BREAK_S:
@@ -181,7 +184,7 @@ class Blocks:
             self._ending = number, math.inf
             self._reports.send(AT_END, f"{number} {self._within[number].count_steps()}")
         for number, (since, reason) in list(self._broken.items()):
-            # An error that the program does not catch ends all ranks before, with more detail.
+            # If the program does not catch the error, all ranks end before, with more details.
             if number in self._within and now - since > BREAK_S:
                 raise RankLostError(
                     f"all ranks must leave a block together, but {reason}, and rank {self._rank} "

@@ -26,7 +26,7 @@ class Bucket:
     chunks: tuple[tuple[Tensor, ...], ...] = ()
     """The slice that this rank sums, in chunks that fit the cache, each with one view per peer."""
     number: int = 0
-    """Number of the bucket in its communicator, which ranks compare before a reduction."""
+    """Index of the bucket in its communicator, from 1, which ranks compare before a reduction."""
     owner: object = None  # ``SharedMemory`` that created the bucket, or None
     sums: dict[Any, Any] = field(default_factory=dict, repr=False)
     """The reductions that ``owner`` has prepared, by operation and factor."""
@@ -126,8 +126,8 @@ def plan_buckets(
         bucket_bytes: largest bucket in bytes, without marks; None for one bucket per dtype and
             device.
         marks_per_tensor: number of marks per tensor. Marks are elements after the last tensor of a
-            bucket, in which a rank records that it has a gradient.
-        groups: number of the group of each tensor, None for no group; empty without groups.
+            bucket, in which each rank records for which tensors it has a gradient.
+        groups: index of the group of each tensor, None for no group; empty without groups.
 
     Returns:
         The layout of each bucket.

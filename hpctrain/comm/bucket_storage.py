@@ -7,7 +7,7 @@ Elements on an accelerator are summed there (``PeerBucket``, ``NcclBucket``) or 
               copy to the device  stream ``up``
     arrive    wait                the caller's stream waits for ``up``
 
-With two streams, the copy of a sum to the device does not wait for a bucket that is not full yet.
+With two streams, the copy of a sum to the device does not wait for buckets that are not full yet.
 
 With NCCL, the ranks synchronize on the host once per bucket, so that all queue the same sums. The
 host does not wait for the sum, which runs in a stream, also between nodes.
@@ -153,7 +153,7 @@ def _for_all_cores(bucket: Bucket) -> Bucket:
 
 
 def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
-    """Return why the backend ``peers`` cannot sum gradients of these devices; empty if it can."""
+    """Return why the backend ``peers`` cannot sum on these devices; empty if it can sum."""
     for device in devices:
         there = device_of(device)
         if there is None or there.keeps_apart:

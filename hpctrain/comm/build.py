@@ -20,9 +20,9 @@ from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import NodeMemoryError
 
 SLOT_BYTES = 1 << 20
-"""Size of a slot of the stage on one node; a few slots fit the last-level cache."""
+"""Bytes per slot of the staging buffers on one node; a few slots fit the last-level cache."""
 LEVELS_SLOT_BYTES = 4 << 20
-"""Size of a slot of the stage with several nodes, large enough to hide network latency."""
+"""Bytes per slot of the staging buffers with several nodes, which hides network latency."""
 
 
 def share_memory(
@@ -33,7 +33,7 @@ def share_memory(
     Args:
         world: all ranks.
         topology: nodes of the ranks.
-        wanted: one of ``config.SHARED_MEMORY``.
+        wanted: a value of the setting ``shared_memory``.
         watch: performs all waits.
 
     Returns:
@@ -125,7 +125,7 @@ def _group(
     plan: Plan,
     watch: Watch,
 ) -> Communicator:
-    """Create the communicator of a group; ``ranks`` are its ranks in the parent communicator."""
+    """Create the communicator of a group of ``ranks``, which are ranks of the parent."""
     if len(ranks) == 1:
         requests.free(members)
         return SerialCommunicator()

@@ -21,7 +21,7 @@ from hpctrain.core.units import by_rank
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 TAGS_PER_CALL = 16
-"""Number of tags per collective on a rail, for its concurrent reductions."""
+"""Number of tags per collective on a rail; concurrent reductions of parts have different tags."""
 
 
 @lru_cache(maxsize=1024)
@@ -80,7 +80,7 @@ def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError
 
 
 def in_step(method: Method) -> Method:
-    """Decorate a collective: fail the communicator if an exception interrupts it."""
+    """Decorate a collective: fail the communicator if an exception interrupts the collective."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:

@@ -51,8 +51,8 @@ class Communicator(Protocol):
     ``before_close`` and ``close`` is collective: all ranks call it, in the same order. Tensors are
     dense and on the CPU. Every dtype that torch can calculate with, every layout and every size,
     including empty and scalar tensors, is accepted. A trailing ``_`` means in place.
-    Reductions combine the ranks in an order that the plan fixes, so results are bitwise identical
-    on all ranks and in all runs with the same plan.
+    Reductions combine the values of the ranks in an order that the plan fixes, so results are
+    bitwise identical on all ranks and in all runs with the same plan.
 
     Every method that waits for other ranks raises ``RankLostError`` if one of them died, left the
     program, or was late by more than ``HPCTRAIN_TIMEOUT``.
@@ -75,7 +75,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     node: "SharedMemory | None" = None
-    """Memory shared by the ranks of this node; None if they share none."""
+    """Memory shared by the ranks of this node; None if the ranks share none."""
     num_rails: int = 1
     """Number of ranks per node that send between nodes; 0 if all ranks are on one node."""
 
@@ -97,7 +97,7 @@ class Communicator(Protocol):
         """Sum this rank's slice of a bucket over the ranks of the node, times ``scale``.
 
         Returns:
-            The slice that this rank sends between nodes; empty if it sends none.
+            The slice that this rank sends between nodes; empty if this rank sends no slice.
         """
         if scale is not None:
             scale_(bucket.flat, scale)

@@ -201,7 +201,7 @@ class DirectMessages:
     def leave(self, ranks: Sequence[int], content: object) -> None:
         """Send the last request of this rank to ``ranks``. Not collective.
 
-        A no-op after ``stop`` and in a forked child. Garbage collection calls this method on any
+        A no-op after ``stop`` and in a forked child. A finalizer may call this method, on any
         thread.
         """
         for rank in ranks if self._owner.is_here and not self._is_stopped else ():

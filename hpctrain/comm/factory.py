@@ -50,7 +50,8 @@ def connect(
     Args:
         world: MPI communicator from ``find_world``, owned by the result; None for one rank.
         settings: settings of this rank; all ranks use the settings of rank 0.
-        threads_wanted: number of torch threads that the user chose; None to choose it here.
+        threads_wanted: number of torch threads that the user chose; None to choose the number
+            here.
 
     Raises:
         ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.
@@ -141,7 +142,7 @@ def _together(
         node, refusal = build.share_memory(world, topology, method, watch)
         decision = choose(node_memory="memfd" if node else "none")
         comm = build.join(world, node, topology, decision.plan, watch)
-        notes.append(refusal and f"gradients go flat over MPI: {refusal}")
+        notes.append(refusal and f"gradients are sent by flat MPI, without node memory: {refusal}")
     decision = measured(decision, comm, world, topology, watch)
     return Connection(
         comm=comm,

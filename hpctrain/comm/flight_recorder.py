@@ -69,7 +69,7 @@ class FlightRecorder:
         self._num_made = Counter[str]()
 
     def new_stream(self, ranks: Sequence[int]) -> CallStream:
-        """Return a stream for a communicator of these world ranks. Collective over them."""
+        """Return a stream for a communicator of world ``ranks``. Collective over these ranks."""
         who, exact = format_ranks(ranks), format_numbers(ranks)
         if not who.endswith(exact):  # several groups may have the same shortened name
             who += f", checksum {crc32(exact.encode()):08x}"
@@ -80,7 +80,7 @@ class FlightRecorder:
         return made
 
     def waiting(self) -> dict[str, float]:
-        """Return the start of each collective in which this process waits.
+        """Return, by name, the start of each collective in which this process waits.
 
         Times are values of ``time.monotonic()``.
         """

@@ -124,7 +124,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def allreduce_by(
         self, algorithm: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
-        """Reduce a tensor by ``algorithm``, which the docstring of the class lists."""
+        """Reduce a tensor by ``algorithm``, one of those in the docstring of the class."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         if algorithm == "library":
@@ -181,7 +181,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         super().close()
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
-        """Reduce a bucket over the nodes."""
+        """All-reduce a bucket over all ranks of several nodes."""
         early, late = scaled_when(scale, how)
         aligned = self.num_rails == self.node.local_size
         if aligned and 0 < self.plan.chunk_bytes < self.part_of(bucket).nbytes:

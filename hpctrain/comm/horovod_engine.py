@@ -36,8 +36,8 @@ class HorovodCommunicator(MpiCommunicator):
     """A communicator that runs all-reduces with Horovod if possible, and the rest with MPI.
 
     The ranks synchronize before each operation, as in ``MpiCommunicator``, so that Horovod does
-    not wait for a late or lost rank or for a different operation. Groups of all ranks, in any
-    order, use Horovod, too; groups of some ranks use MPI.
+    not wait for a late or lost rank or for a different operation. A group of all ranks, in any
+    order, also uses Horovod; a smaller group uses MPI.
 
     Args:
         comm: all ranks that Horovod serves, in any order; ``close`` frees it.
@@ -112,7 +112,8 @@ class HorovodCommunicator(MpiCommunicator):
         Args:
             start: function of Horovod.
             values: input of the operation.
-            what: name; must imply size and dtype, since Horovod caches them by name.
+            what: description in the name of the operation; must contain size and dtype, because
+                Horovod caches both by name.
             options: further arguments of ``start``.
 
         Raises:
@@ -157,7 +158,7 @@ class Sums:
     """Algorithm of sums for each size, in a table that a communicator shares with its groups."""
 
     table: SizeTable
-    """``flat`` or ``two-level``; all ranks must change it between the same two operations."""
+    """``flat`` or ``two-level``; all ranks must replace the table between the same operations."""
     levels: _Levels | None = None
 
 

@@ -37,9 +37,8 @@ class Liveness:
     """Detects ranks that died or left, without a thread.
 
     The ranks of a node check each other's processes, and so detect a rank that died. A rank that
-    leaves the program early reports this to the other ranks. Waiting loops
-    repeatedly call ``check()``, which raises in both cases. Ranks send no messages while no rank
-    is late.
+    leaves the program early reports this to the other ranks. Waiting loops repeatedly call
+    ``check()``, which raises in both cases. Ranks send no messages while no rank is late.
 
     Args:
         control: duplicate of the world on which only this class sends; freed by ``wait_for_end``.
@@ -58,10 +57,11 @@ class Liveness:
         self.blocks = Blocks(self._rank, self._reports)
         self._interrupt = ""
         self._left: dict[int, str] = {}
-        """By rank that has left the program: the interrupt of one of its calls before, if any."""
+        """By rank that has left the program: name of the exception that interrupted one of its
+        calls before; empty if none."""
         self._failed: dict[int, tuple[int, str]] = {}
-        """By number of a communicator: a rank on which it has failed, and the text of the error if
-        all ranks raise it."""
+        """By number of a communicator: a rank on which it has failed, and the text of the error
+        that all ranks raise; empty for other errors."""
         self._calls: defaultdict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
         """By communicator and rank: the last collective in which the rank waited."""
         self._is_abandoned = False
@@ -78,13 +78,13 @@ class Liveness:
 
         Raises:
             RankLostError: a rank of this node died, a partner left, or another rank has left a
-                block of this rank by an error, or waits at its end after fewer steps; or
-                ``abandon`` was called.
+                block of this rank by an error, or waits at the end of such a block after fewer
+                steps; or ``abandon`` was called.
         """
         if self._is_abandoned:
             raise RankLostError(
-                f"ranks must use the communicators of the present world, but rank {self._rank} "
-                f"waits in one of a world that has lost a rank; create it again after the loss"
+                f"ranks must use communicators of the current world, but rank {self._rank} waits "
+                f"in one of an earlier world, which has lost a rank; create a new communicator"
             )
         if not self._reports.is_open:
             if time.monotonic() - self._end_s > CLOSE_S:
@@ -127,8 +127,8 @@ class Liveness:
     def abandon(self) -> None:
         """End all waits of this rank in the world, and make ``wait_for_end`` a no-op.
 
-        Not collective. A wait in node memory is not ended by MPI, for example in a background save
-        that another survivor did not start before the loss.
+        Not collective. MPI does not end a wait in node memory. A background save, for example,
+        waits there if another survivor did not start the save before the loss.
         """
         self._is_abandoned, self._reports.is_open = True, False
 
@@ -141,7 +141,8 @@ class Liveness:
     ) -> None:
         """Report to other ranks that a communicator has failed; see ``Notices``. Not collective.
 
-        In a small world, where each rank reports to all, failures of other ranks are not repeated.
+        In a small world each rank reports to all ranks, so that this rank does not forward the
+        failures of other ranks.
         """
         is_own = failed_on is None
         if is_own and isinstance(sys.exc_info()[1], KeyboardInterrupt):  # the error of the call
@@ -171,8 +172,8 @@ class Liveness:
 
         Not collective; see ``Notices``.
 
-        A rank that has left a block, or waits at its end, reports nothing: the other ranks raise
-        an error about the block instead.
+        A rank that has left a block by an error, or waits at the end of a block, reports nothing:
+        the other ranks raise an error about the block instead.
         """
         if self.blocks.is_apart(since_s) or not self._reports.may_send:
             return {}

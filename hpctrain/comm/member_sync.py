@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 Members = tuple[int, ...]
 _Message = list[int]
-"""Numbers of the attempts of the member and of the first member; 0 before the query."""
+"""The attempt of the member and the attempt of the first member, each counted from 1.
+
+The second number is 0 before the query.
+"""
 
 
 class MemberSync:
@@ -28,7 +31,8 @@ class MemberSync:
     def __init__(self) -> None:
         self._num_attempts = Counter[tuple[Members, int]]()
         self._attempts: defaultdict[tuple[Members, int], dict[int, int]] = defaultdict(dict)
-        """By other member: number of its latest attempt, in which the member may still wait."""
+        """By other member: the latest attempt of that member, in which the member may still
+        wait."""
 
     def wait_for_members(
         self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int
@@ -42,8 +46,8 @@ class MemberSync:
             tag: used by no other messages of ``wire``.
 
         Returns:
-            The number of attempts of the first member; no later call with ``tag`` returns this
-            number.
+            How often the first member has called this method with these ``members`` and ``tag``.
+            No later call with the same ``members`` and ``tag`` returns this number.
 
         Raises:
             RankLostError: a wait failed; the call can be repeated.

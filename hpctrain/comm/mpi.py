@@ -97,9 +97,9 @@ class MpiCommunicator(Communicator):
         self._before_close: list[Callable[[], object]] = []
         self._owner = Owner()
         self._has_left_messages = False
-        """True while a group is being created, and after its creation failed. Then messages may
-        arrive later. ``close`` does not free the MPI communicator, since MPI could give its
-        context to a new communicator, which would receive them."""
+        """True while a group is being created, and after its creation failed. In this state
+        messages may arrive later, so that ``close`` does not free the MPI communicator: MPI could
+        give its context to a new communicator, which would receive these messages."""
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -263,8 +263,9 @@ class MpiCommunicator(Communicator):
 
         Args:
             ranks: ranks of this communicator, by rank in the group.
-            purpose: text that identifies this creation. Another group of the same ranks must have
-                another ``purpose`` if its creation is incomplete on a rank, also after an error.
+            purpose: text that identifies this creation. While the creation of a group is
+                incomplete on a rank, also after an error, another group of the same ranks must
+                have a different ``purpose``.
             limit: limit of waits; None for the limit of this communicator.
         """
         check_group(ranks, self.size)
@@ -350,7 +351,7 @@ class MpiCommunicator(Communicator):
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
         """Return this rank's reduced part, of dtype ``storage_dtype`` or ``accumulate_dtype``."""
-        lanes = values.itemsize // how.storage_dtype.itemsize  # per element
+        lanes = values.itemsize // how.storage_dtype.itemsize  # stored numbers per element
         counts = [numel * lanes for numel in parts]
         values = how.view(values)
         fits = library_sums(how.accumulate_dtype) and values.numel() <= CHUNK_ELEMENTS

@@ -117,5 +117,5 @@ def require_type(dtype: torch.dtype) -> None:
     """Raise ``CommError`` if MPI cannot reduce ``dtype``."""
     if dtype not in _TYPES:
         raise CommError(
-            f"MPI_Allreduce does not support {name_of(dtype)}; use float32, or omit the comparison"
+            f"MPI_Allreduce does not support {name_of(dtype)}; use float32, or omit --peers"
         )

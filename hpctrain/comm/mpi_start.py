@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 def _restore_hangup() -> None:
     """Restore the handler of SIGHUP, which MPI may have replaced.
 
-    A process must end with its terminal.
+    A process must end when its terminal closes.
     """
     handler = signal.getsignal(signal.SIGHUP)
     if handler is not None and threading.current_thread() is threading.main_thread():

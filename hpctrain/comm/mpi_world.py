@@ -147,7 +147,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         )
     may_be_alone = config.setting("alone")
     if launched is not None and not launched.by_mpi and (launched.local_size or 1) > 1:
-        # MPI might treat each of them as the single rank of an outer launcher.
+        # MPI might treat each process as the only rank of an outer launcher.
         if not may_be_alone:
             preflight.check_world(launched, 1, ())
         return None

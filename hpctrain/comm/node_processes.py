@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1  # between two checks
 PEERS_PER_LOOK = 16
-"""Processes per check, which bounds its cost on nodes with hundreds of ranks."""
+"""Processes per check; the limit bounds the cost of a check on nodes with hundreds of ranks."""
 
 
 class NodeProcesses:

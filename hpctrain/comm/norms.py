@@ -52,7 +52,8 @@ def total_norm(
             divided over ranks, ``whole`` communicates, and the call is collective.
 
     Returns:
-        The norm, in the dtype of the gradients if it fits, otherwise in float64.
+        The norm, in the dtype of the gradients if that can represent the norm, otherwise in
+        float64.
     """
     found = whole(get_total_norm(gradients, order))
     if not gradients or not _needs_float64(found, order):

@@ -71,8 +71,8 @@ class Combination:
 
     op: Op
     storage_dtype: torch.dtype
-    """dtype as which the stored bytes are combined, see ``view``. For the sum, a complex number is
-    two real ones."""
+    """dtype of the numbers into which the stored bytes are divided, see ``view``. For the sum, a
+    complex number is two real numbers."""
     accumulate_dtype: torch.dtype
     """dtype of intermediate results, which are rounded once; ``storage_dtype`` if a wider dtype
     is not more accurate."""
@@ -181,8 +181,8 @@ _UNSIGNED_ORDER: dict[Op, _Function] = {
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
     """Return the factors of the sum within a node, and of the sum over nodes.
 
-    One factor is ``scale``, the other is None. The sum of a node may overflow in 16 bits although
-    the average does not, so that sum is scaled before it is stored.
+    One factor is ``scale``, the other is None. For dtypes of at most 16 bits, ``scale`` is the
+    first factor: the stored sum of a node could overflow although the average does not.
     """
     could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

@@ -34,7 +34,7 @@ class Owner:
         return _process.pid == self._pid
 
     def check(self) -> None:
-        """Raise ``CommError`` in a forked child, which would send messages as its parent."""
+        """Raise ``CommError`` in a forked child, whose messages would seem to be its parent's."""
         if _process.pid != self._pid:
             raise CommError(
                 f"only process {self._pid}, which has called init(), may communicate, but this is "

@@ -4,7 +4,7 @@ MPI reads and writes the memory of an operation until the operation is complete,
 caller has stopped waiting: a timeout, an interrupt, an error between start and wait. A request of
 mpi4py refers to its buffer only as long as Python refers to the request, and never to a tensor. So
 every operation starts here. This module refers to the operation and its memory from before the
-start until completion, and frees a communicator only once no operation of it is pending.
+start until completion, and frees a communicator only when none of its operations is pending.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """Spare ranks, which wait to replace lost ranks.
 
 A launch has workers and spares in one communicator, workers first. When workers die, the surviving
-workers revoke the communicator, which wakes the spares. All survivors shrink it, and the first
-spares follow the surviving workers, so that the world keeps its size. A stopped spare (SIGSTOP)
-would block all ranks, so it is killed first.
+workers revoke the communicator, which wakes the spares. All survivors shrink the communicator.
+Then the first spares become workers, ranked after the surviving workers, so that the world keeps
+its size. A stopped spare (SIGSTOP) would block all ranks, so it is killed first.
 """
 
 import itertools

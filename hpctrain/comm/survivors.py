@@ -55,7 +55,7 @@ def end_waits() -> None:
 
 
 def shrink(ranks: "MpiComm") -> "MpiComm":
-    """Return a communicator of the ranks that survive. Collective over them."""
+    """Return a communicator of the ranks that survive. Collective over these ranks."""
     return cast("MpiComm", ranks.Shrink())
 
 

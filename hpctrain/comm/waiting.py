@@ -38,7 +38,7 @@ class Pace(NamedTuple):
     spin_s: float = SPIN_S
     yield_s: float = 0.0
     """Phase that yields the core between tests; a yield returns sooner than a sleep."""
-    shortest_s: float = LOOK_S
+    shortest_s: float = LOOK_S  # shortest and longest sleep; sleeps grow with the wait
     longest_s: float = LOOK_S
 
     def after(self, waited_s: float) -> "Pace":
@@ -179,7 +179,7 @@ class Limit:
         self.broken_off = ""
         """Reason why waits must end; empty while waits are allowed."""
         self.on_late: Callable[[float], object] | None = None
-        """Called with the seconds waited at every check for lost ranks."""
+        """Called at every check for lost ranks, with the seconds waited so far."""
 
     def check(self) -> None:
         """Raise ``CommError`` if another thread has ended the waits; see ``broken_off``."""
@@ -230,7 +230,8 @@ class Watch:
         """One int64: 0, or 1 + the rank on which this communicator has failed. Ranks that share
         memory share the number, see ``SharedMemory``."""
         self.number: int | None = None
-        """Number of the communicator, the same on all its ranks; None if they need no notices."""
+        """Number of the communicator, the same on all its ranks; None if the ranks need no
+        notices."""
         self.on_fail: list[Callable[[], object]] = []
         """Functions called when a call of this rank fails, on the thread of the call."""
         self.mismatch: MismatchError | None = None
@@ -257,7 +258,7 @@ class Watch:
         )
 
     def record_calls(self, ranks: Sequence[int]) -> None:
-        """Start recording the collectives of a communicator of ``ranks``. Collective over them."""
+        """Start recording the collectives of a communicator of ``ranks``. Collective."""
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
     def begin(self, call: Call, *, is_compared: bool = False) -> None:

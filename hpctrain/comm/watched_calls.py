@@ -190,8 +190,8 @@ def gather_bytes(
         comm: the ranks.
         mine: bytes of this rank.
         wait: performs all waits.
-        root: the only rank that receives the bytes, the result of other ranks is empty; None for
-            all ranks.
+        root: the only rank that receives the bytes; other ranks get an empty list. None: all ranks
+            receive the bytes.
 
     Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
     message-passing systems"; with ``root``, a binomial tree.

@@ -18,10 +18,10 @@ PART = ".part"  # suffix of a file that is being written; a leftover may be remo
 
 @contextmanager
 def publishing(path: Path, name: str = "") -> Iterator[Path]:
-    """Yield a temporary path; after the block, rename this file to ``path`` atomically.
+    """Yield a path for a temporary file; after the block, rename the file to ``path`` atomically.
 
-    The name of the temporary file is ``name`` and the suffix ``PART``; by default, ``name`` is the
-    name of ``path``. Concurrent writers need different names.
+    The temporary file is named ``name`` followed by ``PART``; by default, ``name`` is the name of
+    ``path``. Concurrent writers need different names.
 
     If the block succeeds, ``path`` is the new file, on disk. If the block raises, ``path`` is
     unchanged and the temporary file is removed. If the process is killed, ``path`` is either the
@@ -33,7 +33,7 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
         sync(part)
         part.replace(path)
     except BaseException:
-        # A full or read-only disk may refuse this too; the first error is reported.
+        # A full or read-only disk may also refuse ``unlink``; only the first error is raised.
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
@@ -112,11 +112,11 @@ _REMEDIES = {
     errno.EACCES: "get the permission to write there",
     errno.EPERM: "get the permission to write there",
 }
-"""Remedies by errno, without a change of the path."""
+"""Remedies by errno that keep the same path."""
 
 
 def refusal(error: BaseException, elsewhere: str) -> str:
-    """Return the reason of a failed write, and its remedies, for a message.
+    """Return why a write failed, and the remedies, as text for a message.
 
     Args:
         error: system error, or an error of a library that was caused by a system error.
@@ -126,7 +126,7 @@ def refusal(error: BaseException, elsewhere: str) -> str:
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     number = cause.errno if isinstance(cause, OSError) else None
-    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # of Rust
+    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # text of Rust
         number = int(found[1])
     remedy = _REMEDIES.get(number or 0)
     reason = os.strerror(number) if number else reason_of(cause or error) or type(error).__name__
@@ -141,7 +141,7 @@ def explained_writes(
 
     Args:
         what: description of the file or folder that the block writes.
-        path: its path.
+        path: path of this file or folder.
         elsewhere: remedy that selects another path.
         kind: class of the new error.
     """

@@ -1,4 +1,4 @@
-"""Checks of arguments, of configuration fields and of settings by type hints.
+"""Checks of arguments, configuration fields and settings by their type hints.
 
 A hint is a type, a ``Literal``, a name of this module such as ``Count``, or several hints joined
 by ``|``. Every error states the rule and the value found.
@@ -26,19 +26,22 @@ TYPE_NAMES: dict[type, str] = {
 }
 
 _ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (list, tuple)}
-"""Types that are accepted instead of a type, such as integers of numpy; bool is not accepted."""
+"""By type: types of accepted values. ``int`` includes integers of numpy, but not bool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """A condition on the values of a type."""
+    """Condition on the values of a type.
+
+    ``least`` and ``most`` are inclusive limits; ``above`` and ``below`` are exclusive limits.
+    """
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
     unit: Literal["", "time", "bytes"] = ""
-    """Unit of a text such as ``"10min"``. An empty time means none."""
+    """Quantity of a text with a unit, such as ``"10min"``. An empty text means no time."""
     each: type | None = None
     """Type of the items of a list."""
     names: tuple[str, ...] = ()
@@ -92,7 +95,7 @@ Time = Annotated[str, Bounds(unit="time")]
 Size = Annotated[str, Bounds(unit="bytes")]
 Texts = Annotated[list[str], Bounds(each=str)]
 Overlap = Literal["auto", "thread", "inline", "end"]
-"""When buckets are sent: chosen by the plan, on a thread, inside the hooks, after backward."""
+"""When buckets are sent: as the plan chooses; on a thread; inside the hooks; after backward."""
 
 
 def require(ok: bool, rule: str, value: object, remedy: str = "") -> None:  # noqa: FBT001 - reads as a sentence
@@ -166,7 +169,10 @@ def type_name(hint: Any) -> str:
 
 @functools.cache
 def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
-    """Return the types that a hint allows, each with a valid text, its bounds, or None."""
+    """Return pairs of a type that the hint allows, and a valid text, the bounds, or None.
+
+    A ``Literal`` gives one pair for each of its texts.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return tuple(found for each in args for found in alternatives(each))
@@ -187,7 +193,7 @@ class CheckedFields:
 
     __slots__ = ()
     table: ClassVar[str] = ""
-    """Table of a configuration file, for messages."""
+    """Name of the table in the configuration file, for messages."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)

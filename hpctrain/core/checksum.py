@@ -7,7 +7,11 @@ takes less time than reading them. ISA-L has no wheels for some platforms.
 from collections.abc import Callable
 
 crc32_combine: Callable[[int, int, int], int] | None = None
-"""Return the crc32 of two concatenated texts from their crc32 and the length of the second."""
+"""Return the crc32 of two concatenated byte strings; None without ISA-L.
+
+The arguments are the crc32 of the first string, the crc32 of the second, and the number of bytes
+of the second.
+"""
 
 try:
     from isal.isal_zlib import crc32, crc32_combine

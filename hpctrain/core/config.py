@@ -55,34 +55,37 @@ Duration = Annotated[float, Bounds(unit="time")]
 class Settings:
     """Values of ``HPCTRAIN_*`` variables; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``.
 
-    The type of a field is its check, its docstring the description in ``hpctrain guide settings``.
-    Relative paths start at the directory in which this process imported ``hpctrain``.
+    The type hint of a field determines the valid values. The text below a field is its description
+    in ``hpctrain guide settings``. Relative paths start at the directory in which this process
+    imported ``hpctrain``.
     """
 
     ranks_per_node: Number | None = None
     """Number of ranks of a simulated node, to divide one host into several nodes."""
     shared_memory: Literal["auto", "memfd", "off"] = "auto"
-    """How the ranks of a node share memory: ``auto`` uses plain MPI where they cannot, ``memfd``
-    is an error there, and ``off`` always uses plain MPI."""
+    """How the ranks of a node share memory. If sharing is not possible, ``auto`` uses plain MPI
+    and ``memfd`` raises an error; ``off`` always uses plain MPI."""
     binding: Literal["auto", "none"] = "auto"
-    """Whether ranks that no launcher bound use the cores next to their GPU, or a share of all."""
+    """Binding of ranks that no launcher has bound to cores: ``auto`` binds a rank to cores next to
+    its GPU, or to a share of all cores; ``none`` does not bind."""
     kernel: Literal["auto", "off"] = "auto"
-    """Whether compiled code sums within a node, if it is installed; results have the same bits."""
+    """Whether compiled code, if installed, computes the sums within a node; the results are
+    bitwise identical."""
     overlap: Overlap = "auto"
-    """When gradients are sent: on a ``thread``, ``inline`` in the backward pass, at its ``end``,
-    or ``auto``."""
+    """When gradients are sent: during the backward pass, on a ``thread`` or ``inline`` in hooks,
+    or at its ``end``; ``auto`` selects by the plan."""
     bucket_bytes: Bytes = 25 * MIB
     """Largest message of gradients that are sent during the backward pass."""
     check_weights: Literal["error", "warn", "off"] = "error"
-    """Result of replicas that differ. Each step compares a sample of their weights, the end of the
-    program compares all of them."""
+    """Reaction to replicas of a model that differ. Each step compares a sample of the weights; the
+    end of the program compares all weights."""
     timeout: Positive = 600.0
     """Longest wait for other ranks, in seconds; ``inf`` for no limit."""
     plan: Path | None = None
     """File with the communication plan to use, such as the ``plan.json`` of an earlier run."""
     probe: Literal["auto", "off", "fresh"] = "auto"
-    """Whether algorithms are measured: ``auto`` once per shape of world, ``fresh`` at each start,
-    ``off`` never."""
+    """Whether algorithms are measured: ``auto`` at the first start with these nodes, ranks and
+    settings, ``fresh`` at each start, ``off`` never."""
     stats: bool = False
     """Print bytes, time and waits of each operation at the end."""
     trace: bool = False
@@ -94,22 +97,24 @@ class Settings:
     records: Path | None = None
     """Folder in which ``hpctrain.record`` writes one file per rank; set by ``hpctrain study``."""
     stage_dir: Path | None = None
-    """Folder on each node for the copies of data sets that ``stage="auto"`` makes; by default that
-    of the job."""
+    """Folder on each node for the copies of data sets that ``stage="auto"`` makes; by default a
+    folder of the job for temporary files."""
     budget: Duration | None = None
-    """Time after which ``hpctrain train`` stops, saves and exits with code 85, such as ``11h``."""
+    """Time, such as ``11h``, after which ``hpctrain train`` stops, saves and exits with code
+    85."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
     """Lowest level of hpctrain's own messages that are printed."""
     fusion_bytes: Bytes | None = None
-    """Most bytes of small named operations that are sent as one message; 0 sends each separately.
-    By default from the plan."""
+    """Largest message, in bytes, into which small named operations are combined; 0 sends each
+    operation separately. By default from the plan."""
     cycle_s: AtLeast0 | None = None
     """Seconds for which named operations are collected before they are sent. By default from the
     plan."""
     stall_s: Positive = 30.0
-    """Seconds until a collective that a rank does not call is reported; ``inf`` for never."""
+    """Seconds after which a collective that a rank has not called is reported; ``inf`` for
+    never."""
     stall_abort_s: Positive = math.inf
-    """Seconds until such a collective ends all ranks with exit code 86."""
+    """Seconds after which such a collective ends all ranks with exit code 86."""
     timeline: Path | None = None
     """File for the timeline of the named operations of rank 0; with ``{rank}`` in the name, one
     file per rank."""
@@ -125,10 +130,10 @@ class Settings:
     engine: Engine = "hpctrain"
     """Library that moves tensors between ranks; ``horovod`` must be installed."""
     device_sums: Literal["auto", "host", "nccl"] = "auto"
-    """Where gradients on GPUs are summed inside a node: on the GPUs where ``auto`` finds that
-    possible, on the ``host``, or by ``nccl`` over all ranks."""
+    """Where gradients on GPUs are summed: with ``auto``, within a node on the GPUs if possible;
+    with ``host``, on the host; with ``nccl``, by NCCL over all ranks."""
     alone: bool = False
-    """Allow a world of one process where a launcher or a job has several ranks."""
+    """Allow a world of one process although the launcher or the job has several ranks."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -144,11 +149,13 @@ class OwnSettings:
     """Variables that programs of hpctrain set for each other; users do not set them."""
 
     asked: Path | None = None
-    """File in which ``hpctrain launch`` writes the signal that it forwards as SIGUSR1."""
+    """File in which ``hpctrain launch`` writes the name of the signal that it received before it
+    sends SIGUSR1 to the ranks."""
     watched: bool = False
-    """Write when all ranks have started and ended: a launcher that loses a node may return 0."""
+    """Write to stderr that all ranks have started, and that all have finished. The launcher may
+    return 0 after the loss of a node."""
     shim_python: Path | None = None
-    """Python whose ``import horovod`` finds hpctrain; ``hpctrain shim`` sets it."""
+    """Python in which ``import horovod`` imports hpctrain; set by ``hpctrain shim``."""
     site: str = ""
     """File of a site's settings that the batch scripts read."""
     require: str = ""
@@ -276,7 +283,8 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 def remarks(environ: Mapping[str, str] = os.environ, *, engine: str = "hpctrain") -> list[str]:
     """Return the start-up warnings about ``HPCTRAIN_*`` and ``HOROVOD_*`` variables.
 
-    The engine ``horovod`` reads Horovod's variables itself.
+    With the engine ``horovod`` there are no warnings about ``HOROVOD_*`` variables, because
+    Horovod reads them.
     """
     theirs = [] if engine == "horovod" else horovod_variables.remarks(environ)
     return [*unknown_variables(environ), *theirs]

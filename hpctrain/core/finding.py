@@ -14,7 +14,7 @@ class Finding:
     """One result of a check; a check without problems returns one result of level ``ok``."""
 
     check: str
-    """Name of the check in two or three words, equal for all its findings."""
+    """Name of the check in two or three words, the same for all findings of the check."""
     level: Level
     """``ok``; ``note``: good to know; ``warning``: slow or risky; ``error``: will fail."""
     what: str  # the finding, with its values

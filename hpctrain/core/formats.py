@@ -14,7 +14,7 @@ def stamp(version: int, reader: str) -> dict[str, Any]:
 
 
 def fault_of(record: Mapping[str, Any], newest: int) -> str:
-    """Return why a file with these entries cannot be read, and the remedy; empty if it can.
+    """Return why a file with these entries is unreadable, and the remedy; empty if readable.
 
     A file without a format version has version 1.
     """

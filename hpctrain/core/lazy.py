@@ -22,7 +22,8 @@ _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 def imported(target: str) -> Any:
     """Import the module of ``"module:name"`` and return the object ``name``.
 
-    Tables of implementations use this function, because a program needs only few of them.
+    Tables of implementations use this function, because a program needs only a few
+    implementations.
     """
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -51,9 +51,10 @@ def map_memory(
     offset: int = 0,
     address: int | None = None,
 ) -> int:
-    """Map memory or a file by ``mmap(2)`` and return the address; no descriptor stays open.
+    """Map memory or a file by ``mmap(2)``, and return the address.
 
-    Raises ``OSError`` if the system call fails.
+    Unlike Python's ``mmap``, this function does not duplicate the descriptor. Raises ``OSError``
+    if the system call fails.
     """
     found = libc().mmap(address, num_bytes, protection, flags, descriptor, offset)
     if found is None or found == _FAILED:
@@ -109,7 +110,7 @@ def exchange_names(a: Path, b: Path) -> bool:
 
 def file_system_magic(descriptor: int) -> int:
     """Return the file system type of ``statfs(2)``; 0 on failure."""
-    # struct statfs begins with f_type, a long; the rest is less than this on any machine.
+    # struct statfs begins with f_type, a long, and has fewer than 1024 bytes on every machine.
     record = ctypes.create_string_buffer(1024)
     if libc().fstatfs(descriptor, record):
         return 0

@@ -33,8 +33,8 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
     """Configure the logger of this process; a second call replaces the first.
 
     Each line is tagged with the rank. Records of ``level`` and above are printed to stderr, unless
-    the program has handlers on the root logger. With ``log_dir`` the rank also appends to the file
-    of ``file_in``, which its first record creates.
+    the program has handlers on the root logger. With ``log_dir`` the rank also appends records
+    to the file that ``file_in`` returns; the first record creates the file.
     """
     threshold = logging.getLevelName(level.upper())
     for old in [h for h in logger.handlers if isinstance(h, (_Console, _RankFile))]:
@@ -53,7 +53,7 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
 
 
 def file_in(folder: Path, rank: int) -> Path:
-    """Return the log file of a rank: that of this host, to which all its ranks append.
+    """Return the log file of a rank: one file per host, to which all ranks of the host append.
 
     With ``HPCTRAIN_LOG_PER_RANK`` each rank has its own file.
     """

@@ -14,7 +14,7 @@ _GIT_S = 10.0
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of this package and its dependencies; None for missing ones."""
+    """Return the versions of this package and its dependencies; None for a missing package."""
     own = {"hpctrain": __version__, "python": platform.python_version()}
     return {**own, **{name: version_of(name) for name in _SHOWN}}
 

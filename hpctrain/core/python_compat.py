@@ -46,7 +46,7 @@ class GarbageCollection:
 def collection() -> GarbageCollection:
     """Return the state of the garbage collector, which is known after the first call.
 
-    Modules call this function at import, if their finalizers need the state. Other programs have
-    no callback, in which Python ignores the ``KeyboardInterrupt`` of a signal.
+    Modules whose finalizers need the state call this function at import. Other programs should not
+    get the callback of the collector: Python ignores a ``KeyboardInterrupt`` in such a callback.
     """
     return GarbageCollection()

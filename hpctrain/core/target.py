@@ -106,7 +106,7 @@ def check_arguments(
         wrong = next((each for each in args if each not in valid), "")
         verb = "is " if str(error).startswith("missing") else ""
         if num_first and str(error).startswith("too many"):
-            verb = f"is called with {num_first} more in front: "
+            verb = f"is called with positional arguments ({num_first} in all): "
         raise ConfigError(f"{key}: {name} {verb}{error}{hint(wrong, valid)}") from None
 
 

@@ -47,7 +47,7 @@ def warn_if_untested() -> None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return True if a tensor, such as a ``DTensor``, contains others and has no elements."""
+    """Return True if a tensor, such as a ``DTensor``, wraps other tensors and has no elements."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -159,7 +159,7 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def hidden_from_modes(function: Callable[[], object]) -> Callable[[], object]:
-    """Return ``function`` with operations that no ``TorchDispatchMode`` of the caller observes."""
+    """Wrap ``function`` so that no ``TorchDispatchMode`` of the caller observes its operations."""
 
     def call() -> object:
         with _disable_current_modes():
@@ -200,7 +200,7 @@ def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[
 
 
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # 2.7
-"""Type of the scale factors of blocks of 8-bit numbers: powers of two."""
+"""Dtype of the scale factor of a block of 8-bit numbers; all its values are powers of two."""
 FLOAT8: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
@@ -317,7 +317,7 @@ def forget_earlier_meshes() -> None:
 
 
 def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh that splits ``axis`` into several axes. Collective over its ranks."""
+    """Return a mesh that splits ``axis`` into several axes. Collective over ``axis``."""
     if hasattr(axis, "_unflatten"):  # 2.10
         return axis._unflatten(0, sizes, names)
     ranks = axis.mesh.view(sizes)

@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes as ``parse_size``; a number without a unit is in bytes."""
+    """Return the number of bytes of a text; without a unit, the number is in bytes."""
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in _FACTORS:
         raise ConfigError(

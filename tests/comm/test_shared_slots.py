@@ -242,7 +242,7 @@ def test_too_large_a_bucket_is_an_error_on_every_rank(node):
 def test_ranks_without_shared_memory_use_flat_mpi_and_report_it():
     with connected(Settings(shared_memory="off")) as connection:
         assert connection.plan.node_memory == "none"
-        assert any("flat over MPI" in note for note in connection.notes)
+        assert any("by flat MPI" in note for note in connection.notes)
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.plan.plan import Plan
     from hpctrain.comm.rail.rail import Rail
 
-_FLUSH_S = 1e-3  # interval of the tests whether large messages have been sent
+_FLUSH_S = 1e-3  # between two tests whether large messages have been sent
 
 _LINK_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
@@ -45,9 +45,9 @@ WORDS = LINE_BYTES // 8
 """Words per rank in a channel: one cache line, to avoid false sharing."""
 
 FAN_OUT = 4
-"""Children per rank on one kind of link. A level costs one latency and the work on this number of
-messages. With latencies of 10 to 50 us and 10 us of work per message, four children give the
-lowest total latency for a thousand ranks."""
+"""Maximum number of children of a rank within its node, and between nodes. A level of the tree
+costs one latency and the work on this number of messages. With latencies of 10 to 50 us and 10 us
+of work per message, four children give the lowest total latency for a thousand ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
 
 
 def nodes_of(leaders: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each node, given the first rank of the node of each rank."""
+    """Return the ranks of each node; ``leaders[r]`` is the first rank of the node of rank r."""
     nodes: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):
         nodes.setdefault(leader, []).append(rank)
@@ -109,12 +109,12 @@ class NodeChannel(NamedTuple):
 
     words: memoryview  # ``WORDS`` int64 zeros per rank, mapped by all ranks
     tree: Tree  # tree of the ranks of the node
-    doorbells: Sequence[Callable[[], object]]  # wakes a rank, by local rank
+    doorbells: Sequence[Callable[[], object]]  # functions that wake a rank, by local rank
     fence: Fence  # orders loads and stores; None if not needed
     plan: "Plan"
     network: "Network | None" = None  # sends messages to other nodes
     rank: int = 0  # this rank, in the communicator
-    leaders: Sequence[int] = ()  # first rank of each node, if several; empty on other ranks
+    leaders: Sequence[int] = ()  # first rank of each node; empty on other ranks, or on one node
     count_sent: Callable[[int], object] = int  # counts bytes sent to other nodes
     kernel: "Kernel | None" = None  # uses the words and doorbells, if there is one node
 
@@ -210,7 +210,7 @@ class Mailbox:
                 woken |= self._doorbell.wait(_FLUSH_S)
                 self._watch.look_in_step(None, "", time.perf_counter() - start)
         if woken:
-            self.ring()  # the ring may have been for a later ``sleep``
+            self.ring()  # the post of the doorbell may have been for a later ``sleep``
 
     def sleep(self, timeout_s: float) -> bool:
         """Sleep until a message may have arrived or the doorbell rings; return False on timeout.
@@ -235,7 +235,7 @@ class Mailbox:
         return came
 
     def ring(self) -> None:
-        """Wake the present or the next ``sleep`` of this process."""
+        """End the current ``sleep`` of this process, or else the next one."""
         self._doorbell.post()
 
     def drain(self) -> None:
@@ -264,7 +264,7 @@ class Mailbox:
 
     def _has_received(self) -> bool:
         if self._try_wait():
-            self.drain()  # one test handles all rings
+            self.drain()  # one test handles all posts
             return True
         return self._network is not None and self._network.look()
 

@@ -97,7 +97,7 @@ class NcclCommunicator:
         self._is_queueing = False
         self._last: torch.Event | None = None  # recorded after the last queued operation
         self._values: Tensor | None = None
-        """Memory of the last queued sum, which is in flight after an exception."""
+        """Values of the last queued sum, kept because the sum is in flight after an exception."""
         self._trainer = threading.get_ident()
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hpctrain-nccl", daemon=True)
@@ -114,7 +114,7 @@ class NcclCommunicator:
         self._watcher.start()
 
     def all_reduce_(self, values: Tensor) -> None:
-        """Queue the sum over all ranks, in place, on the current stream, ``stream``.
+        """Queue the in-place sum over all ranks on ``stream``, which must be the current stream.
 
         Collective. The ranks must have synchronized before the call.
 

@@ -19,19 +19,20 @@ _LOG = logging.getLogger(__name__)
 _FILE = Path(__file__).with_name("libkernel.so")
 
 DONE, LATE, DIFFERENT, FAILED = range(4)
-"""Results of a call: complete; waits for other ranks; their calls differ; a rank has failed."""
+"""Results of a call: complete; other ranks are late; the ranks' calls differ; a rank has
+failed."""
 
-_INSTANT_NUMEL = 1 << 12  # the sum of smaller tensors is shorter than a change of threads
+_INSTANT_NUMEL = 1 << 12  # a sum of up to this many elements is shorter than a switch of threads
 
 BUCKET, DIRECT, SLICES = range(1, 4)
 """Kinds of sums: buckets; values that every rank sums; values of which every rank sums a slice."""
 
 Sum = Callable[[int, int, Any], int]
-"""A prepared sum: the arguments of a call are described by the method that returns it."""
+"""A prepared sum; the method that returns the sum documents the arguments of its calls."""
 
 
 class ReductionStruct(ctypes.Structure):
-    """A prepared sum; C reads it in each call, since one argument costs as much as a short sum."""
+    """A prepared sum, passed to C as one argument: each argument takes as long as a short sum."""
 
     _fields_ = (
         ("call", ctypes.c_int64),  # the number that ranks compare
@@ -137,8 +138,9 @@ class Kernel:
     def sum_of(self, kind: int, call: int, dtype: int, numel: int, scale: float | None) -> Sum:
         """Return a function that begins a sum in place and returns the result, such as ``DONE``.
 
-        The arguments of the function are the turn, whether sums that are not finite are counted,
-        and the address of the contiguous values, or of a bucket the addresses of all ranks.
+        The arguments of the function are the turn; whether sums that are not finite are counted;
+        and the address of the contiguous values or, for ``BUCKET``, an array with the address of
+        the bucket of each rank.
 
         Args:
             kind: ``BUCKET``, ``DIRECT`` or ``SLICES``.
@@ -156,7 +158,8 @@ class Kernel:
 
         Args:
             words: address of the words of the node.
-            bells: addresses of the semaphores of this rank, of rank 0, and of its children.
+            bells: addresses of the semaphores of this rank, of rank 0, and of the children of this
+                rank.
         """
         given = (ctypes.c_int64 * len(bells))(*bells)
         self._use_words(self._state, words, len(bells), given)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import InFlight
 
 OVERSUBSCRIBED = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
-"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than one asleep."""
+"""Pace if ranks outnumber cores: a rank that yields its core resumes sooner than a sleeping
+rank."""
 FEW = 8  # ranks that wait for each other in one round; posts to all then take less than rounds
 
 

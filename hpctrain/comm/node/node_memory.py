@@ -87,9 +87,9 @@ def allocate_by(
     """Create zeroed memory on every rank, and pass the descriptors of all ranks to ``map_all``.
 
     Collective over ``node``. Returns the result of ``map_all``. The memory is anonymous
-    (``memfd_create``), is not limited by the size of /dev/shm, and is freed when its last process
-    ends. Peers open it through ``/proc/PID/fd``. If this is impossible (PID namespaces, hidden
-    processes), the ranks send their descriptors over Unix sockets.
+    (``memfd_create``), is not limited by the size of /dev/shm, and is freed when the last process
+    that maps it ends. Peers open it through ``/proc/PID/fd``. If this is impossible (PID
+    namespaces, hidden processes), the ranks send their descriptors over Unix sockets.
 
     The owner allocates all pages with ``posix_fallocate``. So the pages are on the NUMA node of
     the owner, whichever rank stores first, and a lack of memory raises here instead of SIGBUS at a
@@ -103,8 +103,8 @@ def allocate_by(
         reserve: allocates the memory of this rank and returns its descriptor.
 
     Raises:
-        NodeMemoryError: this rank failed. The error may be missing on other ranks, so the caller
-            must exchange it.
+        NodeMemoryError: this rank failed. Other ranks may not have failed, so the caller must
+            exchange the errors of all ranks.
     """
     is_file = isinstance(reserve, OnDisk)
     if not is_file and (lacking := shortage(node.allgather(rooms()), num_bytes)):
@@ -209,8 +209,8 @@ _TOKEN_BYTES = 16
 def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
     """Return new descriptors of the files of all ranks, for the caller to close. Collective.
 
-    The receiver accepts a descriptor only with its token, which the peers received over MPI, since
-    other processes of the host can connect to the socket.
+    Other processes of the host can connect to the socket of a rank. So each rank sends a token to
+    its peers by MPI, and accepts a descriptor only together with this token.
 
     Raises:
         OSError: a rank could not send (raised on every rank), or this rank could not receive.

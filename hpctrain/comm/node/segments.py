@@ -81,8 +81,8 @@ class Region:
     def __init__(self, shared: Segment, private: Segment) -> None:
         self.shared = shared  # all ranks see stores to this mapping
         self.private = private
-        """The same memory, copy-on-write: a page that this process has stored to is its own and no
-        longer shows stores of other ranks."""
+        """The same memory, copy-on-write: a page to which this process has stored is private and
+        no longer shows stores of other ranks."""
         self._kept: Segment | None = None  # contents of ``private`` at the last fork
         self._end: weakref.finalize[..., Segment] | None = None  # unmaps the copy
 
@@ -95,7 +95,7 @@ class Region:
                 file.readinto(kinds.data)
         except OSError:  # not available on this system
             return False
-        kinds >>= np.uint64(61)  # present, swapped, of a file
+        kinds >>= np.uint64(61)  # left are the bits: of a file, swapped, present
         return bool(((kinds > 1) & (kinds & np.uint64(1) == 0)).any())
 
     def forget_stores(self) -> None:

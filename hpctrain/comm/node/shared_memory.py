@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # int64 numbers in the cache line of each rank
 _NONFINITE = 4
-"""Index in the cache line of the number of chunks so far whose sum was not finite."""
+"""Index, in a cache line, of the number of chunks so far whose sum was not finite."""
 
 
 class SharedMemory:
@@ -71,7 +71,7 @@ class SharedMemory:
         sign_byte = cell_bytes + NodeBarrier.num_bytes(self.local_size)
         head_bytes = sign_byte + LINE_BYTES
         segments = self.allocate(head_bytes + stage_bytes)
-        # The first rank's segment has one cache line per rank with the number of its next call.
+        # In the segment of the first rank, each rank has a cache line for numbers of its calls.
         cells = np.frombuffer(memoryview(segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
         self.waits = NodeBarrier(segments, self.local_rank, cell_bytes, watch, spin=spin)
@@ -172,7 +172,8 @@ class SharedMemory:
         """Return the call, and the sum by the kernel or None; store them in the bucket."""
         how, call = combination(bucket.flat.dtype, op), bucket_call(bucket.number, op, scale)
         total = None
-        # Slices of complex numbers end between two of their lanes; an empty bucket has no peers.
+        # An empty bucket has no peers. The kernel adds numbers of ``storage_dtype``, of which a
+        # complex number has two.
         if bucket.peers and how.storage_dtype.itemsize == bucket.flat.itemsize:
             total = self.waits.sum_of(BUCKET, call, how, bucket.numel, scale)
         if len(bucket.sums) >= MAX_VIEWS:
@@ -365,8 +366,8 @@ Slots = tuple[Tensor, ...]
 
 
 NUM_PLACES = 11
-"""Number of chunks of a tensor in the stage: those in flight between nodes, one being copied in,
-one being copied out, and one that another rank may still copy out."""
+"""Maximum number of chunks of a tensor in the stage: those in flight between nodes, one being
+copied in, one being copied out, and one that another rank may still copy out."""
 _PLACE_ALIGN = 4096
 MAX_VIEWS = 256  # cached views: creating a view costs as much as a small sum
 
@@ -456,7 +457,8 @@ class SharedSlots:
     def enter_at(self, number: int, values: Tensor) -> Bucket:
         """Copy chunk ``number`` to one of ``NUM_PLACES`` places in the stage; synchronize.
 
-        The caller synchronizes the node before the first and after the last chunk.
+        Chunks are numbered from 0. The caller synchronizes the node before the first and after the
+        last chunk.
 
         Returns the chunks of all ranks, of at most ``chunk_numel`` elements, as a bucket.
         """

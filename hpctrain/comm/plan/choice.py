@@ -17,8 +17,8 @@ STEP_BYTES = 64 * KIB  # smaller steps of a ring are dominated by latency
 DIRECT_RANKS = 4
 """Up to this number of ranks per node, each rank sums whole tensors, which saves a barrier."""
 DIRECT_BYTES = 64 * KIB
-"""With more ranks, each rank sums whole tensors if it reads at most this many bytes from the ranks
-other than itself and one peer."""
+"""With n > ``DIRECT_RANKS`` ranks per node, each rank sums whole tensors of fewer than
+``DIRECT_BYTES / (n - 2)`` bytes."""
 OVERSUBSCRIBED_BYTES = 256 * KIB
 """If ranks share cores, tensors of this size or more are summed by slices, since a rank waits for
 the work of other ranks and slices are less work in total."""
@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 """Sizes in bytes that are measured, per table of the plan."""
 
 GAIN = 0.15
-"""Smallest relative gain for which an algorithm replaces the rule's; smaller gains are noise."""
+"""Relative gain from which an algorithm replaces that of the rule; smaller gains are noise."""
 
 SMALL_BYTES = 16 * KIB
 """Below this size tensors between nodes use ``levels``, and rails the algorithm of the rule. MPI
@@ -174,9 +174,9 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
 def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int]) -> SizeTable:
     """Return ``rule``, with an algorithm replaced if another algorithm was clearly faster.
 
-    A measurement applies to all sizes that are nearest to its size by ratio. The last
-    measurement applies to all larger sizes. A size at which the algorithm of ``rule`` was not
-    measured keeps this algorithm.
+    A measurement applies to all sizes for which its size is the nearest measured size by ratio.
+    The last measurement applies to all larger sizes. A size at which the algorithm of ``rule`` was
+    not measured keeps this algorithm.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -221,7 +221,7 @@ class Batching(NamedTuple):
     """Parameters by which named operations are fused."""
 
     fusion_bytes: int  # largest message of several operations
-    cycle_s: float  # time that an operation waits for others to fuse with, unless a caller waits
+    cycle_s: float  # time that an operation waits to be fused, unless a caller waits for it
 
 
 DEFAULT = Batching(64 * MIB, 0.0)  # without a measurement
@@ -260,9 +260,9 @@ CHUNKS = (512 * KIB, 64 * KIB)
 """Chunk sizes in bytes of a rail with several chunks in flight. Smaller chunks use the link
 better but need more processor time, which may become the limit."""
 CHUNKED_BYTES = MIB
-"""Size of the tensor that compares the chunk sizes: the second divides it, the first does not."""
+"""Bytes of the tensor for comparing ``CHUNKS``: only the second size divides it into chunks."""
 CHUNKED_S = 0.1
-"""If the tensor takes longer, the link is slow and the smaller size is used unmeasured."""
+"""If the sum of the tensor takes longer, the smaller size is used without a measurement."""
 _CHUNK_GAIN = 0.05
 CHUNKS_FROM_S = 2e-9
 """Seconds per byte of an all-reduce above which the link is the limit, not the processor."""

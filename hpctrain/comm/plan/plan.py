@@ -79,9 +79,10 @@ class Plan:
     """Measurements from which the tables were chosen; empty if they were chosen by rule."""
     fusion_bytes: int = 64 * MIB  # largest message of several named operations
     cycle_s: float = 0.0
-    """Time that a named operation waits for operations to fuse with, unless a caller waits."""
+    """Time that a named operation waits to be fused with later operations, unless a caller waits
+    for its result."""
     chunk_bytes: int = 0
-    """Size of the chunks of which a rail has several in flight, for longer slices; 0 for no
+    """Size of the chunks in which longer slices are sent over a rail, several in flight; 0 for no
     chunks."""
     engine: str = "hpctrain"  # ``hpctrain`` or ``horovod``
 

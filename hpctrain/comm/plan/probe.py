@@ -41,7 +41,7 @@ RUNS = 3  # timed runs of a candidate
 RUN_S = 1e-3  # intended time of a run, in which short calls are repeated
 MAX_CALLS = 8  # largest number of calls in a run
 FIRST_SHARE = 1 / 3
-"""Fraction of the time of a table for its smallest size, where the gain is smallest."""
+"""Maximum fraction of the time of a table for its smallest size, where the gain is smallest."""
 
 RunBy = Callable[[str, torch.Tensor], object]  # sums a 1-D tensor by the named algorithm
 

@@ -411,7 +411,7 @@ class HpctrainGroup(OrderedGroup):
                 f"{name} must have tensors of one dtype, got {whole.dtype} and {part.dtype}"
             )
 
-    # The names of before torch 2.13.
+    # Names before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -443,7 +443,10 @@ def _flat_of(tensor: Tensor) -> Tensor:
 
 
 def _waited(tensor: Any) -> Tensor:
-    """Complete a functional collective on ``tensor``, which only torch's own operators do."""
+    """Return ``tensor`` after the completion of a pending functional collective on it.
+
+    Only torch's own operators wait for such a collective automatically.
+    """
     here: Tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
     return here
 

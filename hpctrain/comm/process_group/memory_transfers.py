@@ -20,7 +20,7 @@ _LINE = 64  # parts of a slot start at multiples of a cache line
 
 
 def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
-    """Create the transfers for ranks of which some share memory. Collective."""
+    """Create the object that moves tensors among ranks, some of which share memory. Collective."""
     if levels.num_rails == 0:
         return NodeExchange(levels.node, levels.node.slots)
     found = levels.allgather_object(levels.node_ranks if levels.node.local_rank == 0 else None)
@@ -212,7 +212,7 @@ class NodeExchange:
             start += share
 
     def _agreed(self, sizes: Sequence[Sequence[int]]) -> int:
-        """Return the largest size of a part; raise ``MismatchError`` if two ranks disagree."""
+        """Return the bytes of the largest part; raise ``MismatchError`` if two ranks disagree."""
         for rank, given in enumerate(sizes):
             for other, taken in enumerate(sizes):
                 if given[other] != taken[self._size + rank]:
@@ -234,7 +234,7 @@ class NodeExchange:
         call, share = call_of(text), self._share(0) // how.storage_dtype.itemsize
         given, total = [how.view(part) for part in parts], how.view(out)
         mine = given[self._rank]
-        # If the result overwrites the own part before it is read, the slot is read instead.
+        # If the result would overwrite this rank's part before the sum, its slot is read instead.
         overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
         for start in _starts(max(part.numel() for part in given), share):
             slots = [how.view(slot) for slot in self._all_slots()]

@@ -46,7 +46,7 @@ class GroupReduction:
 
     @classmethod
     def of(cls, given: Any) -> "GroupReduction":
-        """Create the reduction for a ``ReduceOp``, its type, or options; a sum for None."""
+        """Create the reduction of a ``ReduceOp``, of its type, or of options; a sum for None."""
         reduce_op = getattr(given, "reduceOp", given)
         kind = getattr(reduce_op, "op", reduce_op) if reduce_op is not None else _Kind.SUM
         found = _PLAIN.get(kind.value)

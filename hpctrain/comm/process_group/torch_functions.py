@@ -66,7 +66,7 @@ def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``notify``, changed to store its result in the model, since C++ does not store it."""
+    """Return ``notify``, changed to store the returned work in the model, since C++ does not."""
 
     @functools.wraps(notify)
     def call(joinable: Any) -> Any:
@@ -79,7 +79,7 @@ def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _keep_dynamo_out() -> None:
-    """Exclude methods that the C++ code of torch calls from compilation by Dynamo.
+    """Exclude from compilation by Dynamo the methods that C++ code of torch calls.
 
     Dynamo does not support access to the attributes of a process group.
     """

@@ -43,7 +43,7 @@ class Operation(Base):  # type: ignore[misc]
     queue: "OperationQueue | None" = None  # the queue, while the operation waits in it
     has_reported = False  # whether this rank has reported that it waits
     _over: threading.Event | None = None
-    _end: "Future[None] | None" = None  # completes with the operation, then ``_future``
+    _end: "Future[None] | None" = None  # set with the operation; completes ``_future``
     _future: "Future[Any] | None" = None
     _inference: bool | None = None
 

@@ -32,9 +32,10 @@ def allreduce_by_schedule_(
 def allreduce_steps(
     name: str, wire: Wire, tensor: Tensor, combination: Combination, tag: int = 0
 ) -> Iterator[Any]:
-    """Yield the transfers that must finish before the next step of ``allreduce_by_schedule_``.
+    """All-reduce in steps; yield each transfer that must finish before the next step. Collective.
 
-    Several all-reduces may be in flight, each with its own ``tag``.
+    The algorithm is that of ``allreduce_by_schedule_``. Several all-reduces may be in flight, each
+    with its own ``tag``.
     """
     numel, size = tensor.numel(), wire.size
     if size == 1 or numel == 0:
@@ -161,7 +162,7 @@ def _arrivals(part: _Part, pieces: Sequence[Tensor]) -> Iterator[Arrival]:
 
 
 DOUBLING_BYTES = 32 * KIB
-"""Below this size, log2(N) rounds of whole tensors are faster than twice as many of parts."""
+"""Below this size, log2(N) rounds with whole tensors are faster than 2 log2(N) with parts."""
 
 
 def allreduce_by_messages_(wire: Wire, tensor: Tensor, combination: Combination) -> None:
@@ -208,8 +209,8 @@ RING_BYTES = 64 * KIB
 def allgather_by_messages(wire: Wire, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
     """Return the flat, contiguous tensors of all ranks, by rank, as new tensors. Collective.
 
-    ``numels`` are their numbers of elements. Small tensors need log2(N) messages per rank, of
-    several tensors each; large tensors are passed around a ring.
+    ``numels`` has the number of elements of each tensor. For small tensors, each rank sends
+    log2(N) messages of several tensors; large tensors are passed around a ring.
 
     Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
     message-passing systems".

@@ -81,7 +81,7 @@ class MpiWire(Wire):
     Args:
         comm: the ranks.
         watch: detects lost ranks while this rank waits.
-        world_ranks: world rank of each rank; by default those of ``watch``.
+        world_ranks: world rank of each rank; by default the ranks of ``watch``.
         name: name for error messages, such as ``rail 0``. A wire with a name is for collectives,
             each of which has its own tags.
     """
@@ -190,7 +190,7 @@ class MpiWire(Wire):
 
 
 DEPTH = 8
-"""Number of parts in flight after the oldest one; less than ``TAGS_PER_CALL``."""
+"""Maximum number of parts in flight after the oldest one; less than ``TAGS_PER_CALL``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -286,7 +286,7 @@ class InFlight:
 
 
 class Rail:
-    """Reduces slices between nodes, over ranks of which each node has one.
+    """Reduces slices over ranks of different nodes, one rank per node.
 
     Methods are collective over these ranks, except ``timed`` and ``traffic``. Codecs use a rail
     to reduce encoded slices. Messages of different collectives do not match, so ranks in
@@ -299,7 +299,7 @@ class Rail:
         table: names of ``ALGORITHMS`` by size of the slice.
         chunk_bytes: see ``Plan``.
         watch: detects lost ranks while this rank waits.
-        world_ranks: world rank of each rank; by default those of ``watch``.
+        world_ranks: world rank of each rank; by default the ranks of ``watch``.
         name: name for error messages, such as ``rail 0``.
     """
 
@@ -375,7 +375,7 @@ class Rail:
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Start an exchange that sends flat ``tensors[r]`` to each rank r, unless it is empty.
+        """Start an exchange that sends flat ``tensors[r]`` to rank r; empty tensors are not sent.
 
         All tensors have one dtype. Several exchanges may be in flight if all ranks start them in
         the same order.
@@ -411,7 +411,7 @@ class Rail:
         self._watch.free(self._comm)
 
     def _sum_by_library(self, part: Tensor) -> None:
-        # Not blocking: the library would keep a core busy, and wait without an end.
+        # Not a blocking call, which would keep a core busy and wait without a limit.
         for chunk in part.split(CHUNK_ELEMENTS):
             arguments = MPI.IN_PLACE, buffer_of(chunk)
             request = requests.start(self._comm, self._comm.Iallreduce, *arguments, memory=chunk)

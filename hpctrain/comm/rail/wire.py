@@ -58,8 +58,8 @@ def receives(
     """Post receives for ``expected``; yield each transfer, in order, for the caller to finish.
 
     The next ``ahead`` receives are always posted, so that messages arrive while the caller
-    computes. A message may use the tensor of the message ``ahead`` positions before, since its
-    receive is posted only when the caller requests the next transfer.
+    computes. A message may use the tensor of the message ``ahead`` positions before, since the
+    later receive is posted only when the caller requests the next transfer.
     """
 
     def start(arrival: Arrival) -> tuple[Any, Tensor]:
