@@ -164,8 +164,9 @@ class AsyncMethod(CommonBlock):
         otherwise a step raises ``MismatchError``.
 
         Raises:
-            ConfigError: an argument is not valid.
+            ConfigError: an argument is not valid, or the block has ended.
         """
+        self._require_open()
         self._samples.set(num_samples, nominal)
 
     def skip_step(self) -> None:
@@ -453,10 +454,10 @@ class AsyncMethod(CommonBlock):
     def _require_open(self) -> None:
         if self._phase is _Phase.ENDED or not self._client.is_open:
             raise ConfigError(
-                "settle(), settled(), finish() and reload() must be called inside the block, but "
-                f"the block of {type(self).__name__} has ended; save and load model and optimizer "
-                "as plain ones, since both now have the values and state of the servers, or make "
-                f"another {type(self).__name__} to continue"
+                f"methods of {type(self).__name__} must be called before the end of its block, "
+                "but the block has ended; save and load model and optimizer as plain ones, since "
+                "both now have the values and state of the servers, or make another "
+                f"{type(self).__name__} to continue"
             )
 
     def _require_untouched(self) -> None:

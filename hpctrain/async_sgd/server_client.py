@@ -17,6 +17,7 @@ from hpctrain.async_sgd.server_messages import (
     Settle,
 )
 from hpctrain.comm.direct_messages import DirectMessages
+from hpctrain.comm.owner import Owner
 from hpctrain.core.errors import HpctrainError
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import RebuildStage
@@ -50,7 +51,7 @@ class ServerClient:
     ) -> None:
         self.roles, self.comm = roles, world.current().comm
         self.waited_s = 0.0  # seconds that this rank has waited for replies
-        self._layout, self._num_slots = layout, num_slots
+        self._layout, self._num_slots, self._owner = layout, num_slots, Owner()
         self._on_close = weakref.WeakMethod(on_close)
         self._finalizer: _LeaveFinalizer | None = None
         self.reconnect()
@@ -133,6 +134,7 @@ class ServerClient:
         Raises:
             HpctrainError: a server has failed.
         """
+        self._owner.check()  # before the write to memory that the servers read
         own = self.comm.rank
         if isinstance(request, Push):
             self._layout.fill(self.slots.of(own, request.slot), gradients)
@@ -164,6 +166,7 @@ class ServerClient:
 
     def send(self, request: Push | Read | Settle) -> None:
         """Send a request to all servers without waiting for replies."""
+        self._owner.check()
         for number, rank in enumerate(self.roles.servers):
             parts: Sequence[Tensor] = ()
             if isinstance(request, Push) and rank not in self.slots:

@@ -27,6 +27,7 @@ from hpctrain.async_sgd.sharded_embedding_rows import (
 from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import ConfigError, MismatchError, NodeMemoryError, NotInitializedError
 from hpctrain.core.units import by_rank
@@ -90,7 +91,7 @@ class RowExchange:
     def __init__(
         self, comm: Communicator, name: str, owners: RowOwners, memory: NodeRows, cache: RowCache
     ) -> None:
-        self.comm, self.name, self.cache = comm, name, cache
+        self.comm, self.name, self.cache, self._owner = comm, name, cache, Owner()
         self._owners, self._memory, self._node = owners, memory, comm.node
         self._is_one_node = comm.size == 1 or (
             owners.local_size == comm.size and comm.node is not None
@@ -121,7 +122,8 @@ class RowExchange:
         world.current().rebuild.register(RebuildStage.HOLDERS, close=close, move=move)
 
     def require_world(self) -> None:
-        """Raise ``NotInitializedError`` if the world of the table was shut down."""
+        """Raise an error after the world of the table was shut down, or in a forked child."""
+        self._owner.check()
         if self.is_over:
             raise NotInitializedError(
                 "a ShardedEmbedding must be used before hpctrain.shutdown(), but this table is of "

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpctrain.comm.owner import Owner
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
@@ -42,6 +43,7 @@ class StepHooks:
         self._name, self._optimizer, self._parameters = name, optimizer, parameters
         self._before, self._after, self._hides = before, after, hides
         self._hidden: list[Tensor | None] = []
+        self._owner = Owner()
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._on_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -70,6 +72,7 @@ class StepHooks:
 
     @dynamo_disable
     def _on_step(self, _: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+        self._owner.check()  # a step of a forked child would change shared parameters
         require_plain(self._name, self._optimizer)
         if kwargs.get("closure") or len(args) > 1:
             raise ConfigError(

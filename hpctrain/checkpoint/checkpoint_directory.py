@@ -120,7 +120,7 @@ class CheckpointDirectory:
         steps = self._try(self.steps) or []
         for step in steps:
             if step > newest:
-                self._try(partial(self._set_aside, step))
+                self._try(partial(self._set_aside, step, newest, is_damaged=step in damaged))
         present = [self._kept(step, damaged) for step in steps if step <= newest]
         going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
@@ -177,14 +177,14 @@ class CheckpointDirectory:
             self._known[step] = Kept(step, score=score if isinstance(score, float) else None)
         return self._known[step]
 
-    def _set_aside(self, step: int) -> None:
+    def _set_aside(self, step: int, newest: int, *, is_damaged: bool) -> None:
         aside = self.path(step).with_name(name_of(step) + ASIDE)
         if aside.exists():
             shutil.rmtree(aside)
         self.path(step).rename(aside)
+        origin = "of another job or of this run before it resumed"
         _LOG.warning(
-            "checkpoint %s is damaged, or later than the step from which this run resumed, so it "
-            "is renamed to %s; remove it if it is not needed",
-            self.path(step),
-            aside.name,
+            "the last save of a run must be its latest checkpoint, which a restart loads, but %s, "
+            "%s, is later than step %d: it is renamed to %s; remove it if it is not needed",
+            *(self.path(step), "which is damaged" if is_damaged else origin, newest, aside.name),
         )

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.refusal import explained, mismatches, of_save
 from hpctrain.checkpoint.schedule import CheckpointSchedule
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.checks import Count, Number, checked
+from hpctrain.core.checks import Count, Number, checked, require_open
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import parse_seconds
@@ -122,6 +122,7 @@ class Manager:
         # One copy for the state, one for private values.
         self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
         self._writer = BackgroundWriter[Figures](comm, background=background)
+        self._is_open = True
 
     def due(self, step: int, now: float | None = None) -> bool:
         """Return whether this rank would take a checkpoint now. Not collective.
@@ -165,7 +166,8 @@ class Manager:
 
         Raises:
             CheckpointError: this save or the last save failed, and nothing was saved; or step,
-                score, source_rank or wait differ between ranks; on every rank.
+                score, source_rank or wait differ between ranks; or ``close`` was called; on every
+                rank.
         """
         began = time.monotonic()
         try:
@@ -175,6 +177,7 @@ class Manager:
                 raise
             self._warn(str(error))
         with agreed(self._comm, CheckpointError):
+            require_open(self._is_open, "a Manager", CheckpointError)
             checked("score", score, float | None, CheckpointError)
             scored = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
             facts = {**checked("facts", facts or {}, Mapping, CheckpointError), **scored}
@@ -265,6 +268,8 @@ class Manager:
     def close(self) -> None:
         """Wait for the save in flight and for removals, end the thread. Collective; idempotent.
 
+        Afterwards ``save`` raises an error; checkpoints can still be loaded.
+
         Raises:
             CheckpointError: the last save failed; on every rank.
         """
@@ -273,6 +278,7 @@ class Manager:
         try:
             self.wait()
         finally:
+            self._is_open = False
             self._writer.close()
 
     def _taken(

@@ -40,6 +40,7 @@ from hpctrain.comm.tensor_arguments import (
 )
 from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
+from hpctrain.core.checks import require_open
 from hpctrain.core.errors import CommError
 
 T = TypeVar("T")
@@ -185,6 +186,7 @@ class MpiCommunicator(Communicator):
         """Send the bytes of ``tensor``."""
         check_tensor(tensor)
         check_rank(dest, self.size, "dest")
+        self._require_open()
         self._watch.require_in_step()
         self.wire.send(flat_of(tensor), dest, _users(tag))
 
@@ -192,6 +194,7 @@ class MpiCommunicator(Communicator):
         """Receive the bytes of ``tensor``."""
         check_tensor(tensor)
         check_rank(source, self.size, "source")
+        self._require_open()
         self._watch.require_in_step()
         with flattened(tensor) as values:
             self.wire.receive_(values, source, _users(tag))
@@ -238,13 +241,12 @@ class MpiCommunicator(Communicator):
         Raises:
             MismatchError: the calls differ; on every rank.
         """
-        self._owner.check()
-        if not self.is_open:
-            raise CommError(
-                "a communicator must be open when it is used, but this one was closed; create a "
-                "new one"
-            )
+        self._require_open()
         check_call(self._comm, call_of(call), self._watch)
+
+    def _require_open(self) -> None:
+        self._owner.check()
+        require_open(self.is_open, "a communicator", CommError)
 
     @in_step
     def group(self, ranks: Sequence[int]) -> Communicator | None:

@@ -39,5 +39,6 @@ class Owner:
             raise CommError(
                 f"only process {self._pid}, which has called init(), may communicate, but this is "
                 f"process {os.getpid()}, a forked child, such as a worker of a DataLoader; "
-                "communicate in the training loop, and let workers only prepare samples"
+                "communicate in the training loop, and let workers only prepare samples; a child "
+                "that needs its own world must be started by spawn, without a launcher"
             )

@@ -104,6 +104,14 @@ def require(ok: bool, rule: str, value: object, remedy: str = "") -> None:  # no
         raise ConfigError(f"{rule}, got {value!r}{remedy and f'; {remedy}'}")
 
 
+def require_open(
+    is_open: object, what: str, error: type[HpctrainError], remedy: str = "create a new one"
+) -> None:
+    """Raise ``error`` if an object was closed; ``what`` names its kind, such as ``a Manager``."""
+    if not is_open:
+        raise error(f"{what} must be open when it is used, but this one was closed; {remedy}")
+
+
 def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, str]]) -> None:
     """Raise ``ConfigError`` unless keys have the values that another key requires.
 

@@ -14,7 +14,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder
-from hpctrain.core.checks import Number, checked
+from hpctrain.core.checks import Number, checked, require_open
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
@@ -133,6 +133,7 @@ class ShardWriter:
         self._part: ShardPart | None = None
         self._lock: WriterLock | None = None
         self._may_replace = may_replace
+        self._is_open = True
         with agreed(self._comm, DataError):
             self._directory = absolute(directory)
             draft = _draft(fields, split, block_size, compression)
@@ -163,8 +164,10 @@ class ShardWriter:
                 of arrays ``(length, *shape)``, or a ``Ragged``.
 
         Raises:
-            DataError: the arrays do not match the fields, or a file cannot be written.
+            DataError: the arrays do not match the fields, a file cannot be written, or the block
+                has ended.
         """
+        self._require_open()
         rows = checked_rows(self.manifest.fields, samples)
         start, stop = 0, count(rows)
         with explained(self._directory):
@@ -177,6 +180,7 @@ class ShardWriter:
                     self._finish_part()
 
     def __enter__(self) -> Self:
+        self._require_open()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -249,7 +253,11 @@ class ShardWriter:
             sweep(self._directory, None, kept)
         self._comm.barrier()
 
+    def _require_open(self) -> None:
+        require_open(self._is_open, "a ShardWriter", DataError)
+
     def _release(self) -> None:
+        self._is_open = False
         if self._lock:
             self._lock.close()
 

@@ -39,6 +39,7 @@ _RECENT_S = 1.0  # older output of a rank is not the reason of its end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
+GONE = "a rank has exited early"  # key of the count of such messages of a launcher
 LOST = "a node is lost"  # key of the count of losses that a launcher reported
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
 """Messages of Open MPI 5 about a lost node; its mpirun may then return 0, or hang."""
@@ -77,12 +78,13 @@ def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
     Args:
         process: mpirun, with a pipe as stderr; this call waits for its end.
         counts: this call stores here the counts of the lines ``BEGUN``, ``ENDED`` and ``FAILED``,
-            the count of messages about a lost node (``LOST``), the exit code that a rank reported
-            (``ENDING``), and the number of the signal that ended a rank (``KILLED``).
+            the count of messages about a lost node (``LOST``) or a rank that exited without an
+            error (``GONE``), the exit code that a rank reported (``ENDING``), and the number of
+            the signal that ended a rank (``KILLED``).
     """
     box: list[bytes] = []
     held = b""  # launcher messages, which may precede the error of a rank
-    has_error, spoke_at, sink = False, -math.inf, sys.stderr
+    has_error, has_reason, spoke_at, sink = False, False, -math.inf, sys.stderr
     for part in _once(_lines(process.stderr)) if process.stderr is not None else ():
         is_rule = _RULE.fullmatch(part) is not None
         if box or is_rule:
@@ -100,8 +102,12 @@ def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
         if ENDING not in counts and (code := _CODE.search(text)):
             counts[ENDING] = int(code[1])
         if text.strip() and not is_rule:
-            has_error, spoke_at = has_error or bool(_ERRORS.search(text)), time.monotonic()
+            is_error, spoke_at = bool(_ERRORS.search(text)), time.monotonic()
+            has_error |= is_error
+            # A rank that detects the end of another rank does not know the reason.
+            has_reason |= is_error and b"; all ranks end" not in text
         _write(sink, text)
+    counts[GONE] += not has_reason and _SILENT.search(held) is not None
     has_spoken = time.monotonic() - spoke_at < _RECENT_S and not _SILENT.search(held)
     is_known = has_error or has_spoken or process.wait() == STOPPED
     _write(sink, b"".join(box) + (b"" if is_known else held))

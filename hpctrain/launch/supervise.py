@@ -20,7 +20,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import rank_processes
 from hpctrain.launch.program import start
-from hpctrain.launch.stderr import KILLED, LOST, fold, write_line
+from hpctrain.launch.stderr import GONE, KILLED, LOST, fold, write_line
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Variable with the folder for session files of mpirun; only Open MPI 5 reads the variable."""
@@ -69,7 +69,8 @@ def supervise(
     - 124: the launch exceeded ``timeout_s``.
     - 128 plus the number of a signal, as in a shell: the signal ended a rank; or this process
       received the signal, and the ranks neither stopped on request nor exited with 0 or 85.
-    - 87: the launch lost a rank. SIGKILL ended the rank, its node is lost, other ranks wait for an
+    - 87: the launch lost a rank. SIGKILL ended the rank, the rank exited without an error between
+      ``MPI_Init`` and ``MPI_Finalize``, its node is lost, other ranks wait for an
       ended rank in ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
       ``MPI_Finalize``. Also 87 if mpirun returned 0, but the ranks reported their start and not
       their end, see ``WATCHED``.
@@ -121,7 +122,8 @@ def _meant(code: int, counts: Counter[str]) -> int:
         return counts[ENDING]
     # mpirun hung after the loss of a node, and was killed
     has_hung = counts[LOST] and code == -signal.SIGKILL
-    if counts[FAILED] or has_hung or code == 128 + signal.SIGKILL:
+    has_left = code == 1 and counts[GONE]  # Open MPI returns 1 instead of 0
+    if counts[FAILED] or has_hung or has_left or code == 128 + signal.SIGKILL:
         return RANK_LOST  # the exit code of ranks that detect the loss themselves
     if code == 0 and (counts[LOST] or counts[BEGUN] > counts[ENDED]):
         why = "a node is lost" if counts[LOST] else "the ranks have not completed"

@@ -142,6 +142,7 @@ class LocalMethod(CommonBlock, StateFields):
 
         Local. A rank may take fewer passes than other ranks, at least 1.
         """
+        self._require_open()
         self._synchronous.set_passes(passes)
 
     def take_part(self, *, takes_part: bool) -> None:
@@ -151,6 +152,7 @@ class LocalMethod(CommonBlock, StateFields):
         ranks are excluded, a round changes nothing, except for the last round, in which all
         replicas have equal weights.
         """
+        self._require_open()
         self.rounds.takes_part = takes_part
 
     def skip_step(self) -> None:
@@ -332,6 +334,7 @@ class LocalMethod(CommonBlock, StateFields):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round from a state of any number of ranks; averages in flight are dropped."""
+        self._require_open()
         draw = self.rounds.draw.shared_state()  # for states of older versions
         super().load_shared_state({"draw": draw, **state})
         self._start_again()

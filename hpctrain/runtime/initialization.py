@@ -82,6 +82,7 @@ def init(
     Raises:
         ConfigError: a setting or an argument is not valid, or a process set is given twice.
         LaunchError: launcher, MPI library and world do not match, or Horovod is missing on a rank.
+        CommError: a parent of this process has called ``init`` before it forked this process.
         NodeMemoryError: shared memory was forced and is not available.
         MismatchError: the ranks pass different process sets; on every rank.
     """
@@ -95,6 +96,7 @@ def init(
             settings = replace(settings, engine=checked("engine", engine, config.Engine))
         join(settings, chosen)
         _refuse_operations()
+    current().attachments.owner.check()
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigError(

@@ -207,7 +207,9 @@ def test_worker_that_ends_early_blocks_no_rank_and_all_have_one_model(hvd_nodes,
     assert len(set(kinds)) == 1
     assert not hasattr(optimizer, "_local_method")
     for call in (method.settle, method.settled().__enter__, method.reload, method.__enter__):
-        with pytest.raises(ConfigError, match="block of StaleSynchronous has ended"):
+        with pytest.raises(
+            ConfigError, match=r"methods of StaleSynchronous .* the block has ended"
+        ):
             call()
     train(hvd, model, optimizer, 0, 1)  # the plain optimizer, with the state of the servers
 

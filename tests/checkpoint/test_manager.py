@@ -189,6 +189,19 @@ def test_checkpoint_is_written_synchronously_without_threads_in_mpi(
     assert ("one thread only" in caplog.text) == (comm.rank == 0)
 
 
+@pytest.mark.ranks(1, 2, 3)
+@BOTH
+def test_a_closed_manager_saves_nothing_and_still_loads(comm, root, background):
+    with managed(root, comm, background=background) as manager:
+        manager.save(state(1), 1)
+    for wait in (False, True):
+        with pytest.raises(CheckpointError, match=r"a Manager must be open .* create a new one"):
+            manager.save(state(2), 2, wait=wait)
+    assert steps_in(root) == [1]
+    assert loaded_value(manager) == 1
+    manager.close()
+
+
 @pytest.mark.ranks(1, 3)
 @BOTH
 def test_figures_report_costs(comm, root, background):

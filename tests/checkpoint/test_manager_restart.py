@@ -55,7 +55,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
 
 
 @pytest.mark.ranks(1, 2)
-def test_later_checkpoints_are_set_aside_after_resuming_from_an_earlier_one(comm, root):
+def test_later_checkpoints_are_set_aside_after_resuming_from_an_earlier_one(comm, root, caplog):
     with managed(root, comm, keep=3) as manager:
         for step in (10, 20, 30):
             manager.save(state(step), step)
@@ -69,6 +69,14 @@ def test_later_checkpoints_are_set_aside_after_resuming_from_an_earlier_one(comm
         assert loaded_value(manager) == 15
         assert steps_in(root) == [10, 15]
         assert (root / "step-00000030.aside").is_dir()
+    assert (f"{root}/step-00000030, which is damaged, is later than step 15" in caplog.text) == (
+        comm.rank == 0
+    )
+    caplog.clear()
+    with managed(root, comm) as manager:  # does not load the checkpoint of step 15
+        manager.save(state(5), 5, wait=True)
+    text = "step-00000015, of another job or of this run before it resumed, is later than step 5"
+    assert (text in caplog.text) == (comm.rank == 0)
 
 
 @pytest.mark.ranks(1, 2)

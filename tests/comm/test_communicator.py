@@ -170,6 +170,22 @@ def test_groups_number_their_ranks_in_the_given_order_and_overlap(world, comm):
 
 # Errors
 
+
+@pytest.mark.ranks(2, 3)
+def test_a_closed_communicator_can_not_be_used(world, comm):
+    group = comm.group(range(world.size))
+    group.close()
+    there = (world.rank + 1) % world.size
+    for call in (
+        lambda: group.allreduce(torch.ones(2)),
+        lambda: group.send(torch.ones(2), there),
+        lambda: group.recv_(torch.ones(2), there),
+        group.barrier,
+    ):
+        with pytest.raises(CommError, match="must be open when it is used"):
+            call()
+
+
 REFUSED = {
     "floating-point": lambda c: c.allreduce_(torch.ones(3, dtype=torch.int32), scale=0.5),
     "min must be of ordered values, got complex64": lambda c: c.allreduce_(

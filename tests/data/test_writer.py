@@ -1,6 +1,7 @@
 """Check that written files are plain HDF5, and that failures leave the old data set or none."""
 
 import json
+from contextlib import suppress
 
 import h5py
 import numpy as np
@@ -108,6 +109,20 @@ def test_samples_that_do_not_fit_are_reported(tmp_path, samples, words):
         ShardWriter(tmp_path, FIELDS, samples_per_shard=3) as writer,
     ):
         writer.append(samples)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_writer_cannot_be_used_after_its_block(tmp_path, fails):
+    writer = ShardWriter(tmp_path, FIELDS, samples_per_shard=3)
+    samples = {"image": np.zeros((2, 3, 2), "f4"), "number": [1, 2]}
+    with suppress(ZeroDivisionError), writer:
+        writer.append(samples)
+        assert 1 // (not fails)
+    before = sorted(tmp_path.iterdir())
+    for again in (lambda: writer.append(samples), writer.__enter__):
+        with pytest.raises(DataError, match=r"a ShardWriter must be open .* create a new one"):
+            again()
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_directory_holds_one_split(directory):

@@ -56,7 +56,7 @@ LAUNCH = [sys.executable, "-m", "hpctrain", "launch", "-n", "1"]
         (3, "sys.exit(2)", 2, 1),
         # exit code 85: the run wants to resume in another job
         pytest.param(3, "sys.exit(85)", 85, 1, marks=pytest.mark.conformance),
-        (1, "import hpctrain; hpctrain.init(); os._exit(0)", 1, 2),
+        (1, "import hpctrain; hpctrain.init(); os._exit(0)", 87, 2),
         (1, "import hpctrain; hpctrain.init(); hpctrain.shutdown()", 0, 1),
     ],
 )

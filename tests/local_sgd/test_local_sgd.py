@@ -337,6 +337,9 @@ def test_rounds_continue_after_finish_and_a_closed_method_is_rejected(world, hvd
         method.finish,
         method.skip_step,
         lambda: method.set_num_samples(1),
+        lambda: method.set_backward_passes_per_step(2),
+        lambda: method.take_part(takes_part=False),
+        lambda: method.load_state_dict(method.state_dict()),
     ):
         with pytest.raises(ConfigError, match=f"the block has ended; make a new {name}"):
             again()

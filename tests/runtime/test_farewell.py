@@ -62,6 +62,31 @@ def test_shutdown_ends_after_the_timeout_and_names_the_missing_rank(num_ranks, w
     assert (f"rank {last} of this node stopped by a signal" in done.stderr) == (what == "stops")
 
 
+EXITS = """
+import os, sys
+import hpctrain as hvd
+
+hvd.init()
+if hvd.rank() == hvd.size() - 1 or sys.argv[1] == "all":
+    os._exit(int(sys.argv[2]))
+hvd.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "which", "code", "expected"),
+    [
+        (2, "last", 0, RANK_LOST),
+        (3, "all", 0, RANK_LOST),
+        pytest.param(3, "last", 0, RANK_LOST, marks=pytest.mark.conformance),
+        pytest.param(2, "all", 3, 3, marks=pytest.mark.conformance),
+    ],
+)
+def test_a_rank_that_exits_without_shutdown_is_lost(num_ranks, which, code, expected):
+    done = run(EXITS, num_ranks, which, code, python=[sys.executable])
+    assert done.returncode == expected, done.stderr
+
+
 IN_MPI = """
 import atexit, os, signal, sys
 def stop():

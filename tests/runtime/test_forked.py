@@ -49,6 +49,7 @@ ENDS = {{
     "exception": (raises, 1),
     "at once": (lambda: os._exit(5), 5),
     "shutdown": (lambda: (hvd.shutdown(), sys.exit(6 if refused(hvd.init) else 1)), 6),
+    "init": (lambda: sys.exit(9 if refused(hvd.init) else 1), 9),
     "communicates": (lambda: sys.exit(7 if refused(lambda: hvd.allreduce(total)) else 1), 7),
     "calculates": (lambda: sys.exit(8 if calculate() and hvd.size() == size else 1), 8),
     "signal": (lambda: time.sleep(60), -signal.SIGTERM),

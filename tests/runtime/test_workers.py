@@ -80,3 +80,45 @@ def test_collectives_in_a_forked_worker_are_rejected_and_the_parent_continues(
     (weight.sum() * world.rank).backward()
     assert weight.grad.tolist() == [(world.size - 1) / 2] * 3
     hpctrain.shutdown()
+
+
+def is_refused_in_child(call):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            call()
+        except CommError as error:
+            code = 0 if "a forked child" in str(error) else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_forked_child_can_neither_join_nor_train_nor_send(world):
+    hpctrain.init()
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    table = hpctrain.ShardedEmbedding(9, 2)
+    group = hpctrain.current().comm.group(range(world.size))
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).mean().backward()
+        optimizer.step()
+
+    calls = [hpctrain.init, step, lambda: table(torch.tensor([1]))]
+    calls.append(lambda: group.send(torch.ones(2), (world.rank + 1) % world.size))
+    for make in (hpctrain.AsyncSGD, hpctrain.Hogwild):
+        with make(model, optimizer) as method:
+            step()
+            asking = [method.settle] if make is hpctrain.AsyncSGD else []
+            world.barrier()  # no rank changes the shared parameters of Hogwild below
+            before = model.weight.clone()
+            assert all(is_refused_in_child(call) for call in (*calls, *asking))
+            assert model.weight.equal(before)
+            world.barrier()
+            step()
+    group.close()
+    hpctrain.shutdown()

@@ -26,6 +26,7 @@ from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
+from hpctrain.core.checks import require_open
 from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
 from hpctrain.core.libc import Segment
 from hpctrain.core.torch_compat import increment_version
@@ -290,11 +291,8 @@ class SharedMemory:
 
     def require_usable(self) -> None:
         """Raise ``CommError`` after ``close``, or after a failure on a rank. Not collective."""
-        if self._is_closed:
-            raise CommError(
-                "a communicator must be open when it is used, but this one was closed, for "
-                "example by shutdown(); call init() and create the buckets and optimizers again"
-            )
+        remedy = "after shutdown() call init() and create the buckets and optimizers again"
+        require_open(not self._is_closed, "a communicator", CommError, remedy)
         self._watch.require_in_step()
 
     def _count_nonfinite(self, total: Tensor) -> None:
