@@ -37,13 +37,14 @@ class LARS(AdaptiveOptimizer):
 
     Args:
         params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
-        lr: learning rate of the global batch, gamma in the paper; much larger than for SGD.
+        lr: learning rate for the global batch, gamma in the paper; much larger than for SGD.
         momentum: factor of v per step, at least 0 and below 1.
-        weight_decay: factor of the weights that are added to the gradient, inside the ratio.
+        weight_decay: factor of the weights w in both formulas.
         trust_coefficient: ratio of the norms of a step and of the weights, eta in the paper.
         nesterov: whether to use Nesterov momentum.
         momentum_correction: whether to correct v after changes of the rate.
-        adapt: whether steps are scaled by norms; False for a ratio of 1, as for biases and norms.
+        adapt: whether steps are scaled by the ratio; False for a ratio of 1, as is usual for
+            biases and normalization layers.
 
     Raises:
         ConfigError: an argument is not valid.
