@@ -74,7 +74,7 @@ def build_mesh(
 
 
 def _use(device: str) -> None:
-    """Initialize the device, because torch would select GPU LOCAL_RANK, which may not exist."""
+    """Initialize the device; otherwise torch selects GPU LOCAL_RANK, which may not exist."""
     try:
         torch.empty(0, device=device)
     # Torch raises AssertionError if it was built without this device type.
@@ -86,7 +86,7 @@ def _use(device: str) -> None:
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes ``dp`` and ``cp`` as one axis, whose ranks average their gradients.
+    """Return the axes ``dp`` and ``cp`` as one axis; its ranks average gradients.
 
     Collective over all ranks at the first call for a mesh; later calls return the same axis.
 
