@@ -66,7 +66,7 @@ class FailureRecord:
             raise
 
     def _state(self) -> tuple[int, int] | None:
-        """Return inode and size of the file of records, which change with each record."""
+        """Return inode and size of the file of records; a new record changes at least one."""
         with suppress(OSError):
             found = self._directory.metrics.stat()
             return found.st_ino, found.st_size

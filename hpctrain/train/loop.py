@@ -333,7 +333,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     )
     loss, num_samples = exchange.backward(own, task.forward, guard)
     overflows = task.precision.unscale(task.optimizer)
-    # After an overflow of the loss scaling the gradients are not finite, so only the loss counts.
+    # After an overflow of the loss scaling, gradients are never finite; check only the loss.
     if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
         guard.skip_step()
         return 0.0, 0, False

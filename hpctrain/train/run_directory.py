@@ -134,7 +134,7 @@ class RunDirectory:
         Args:
             config: configuration in TOML.
             plan: content of ``plan.json``.
-            num_records: records to keep; the part writes the later records again.
+            num_records: number of records to keep; the part writes the later records again.
             step: step after which the part continues.
 
         Raises:

@@ -5,6 +5,9 @@ One implementation per mechanism: ``AveragedExchange``, ``ShardedExchange``, ``L
 each step::
 
     begin, raise_flags -> backward -> clip, clip_values -> step or skip
+
+The step header is a small message that combines the flags and losses of all ranks before their
+gradients are summed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +108,7 @@ class StepExchange:
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the flags that all ranks receive in the header of this step. Local."""
+        """Add these bits to the flags that all ranks receive in this step's header. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:

@@ -43,13 +43,13 @@ class SyncConfig(CheckedFields):
     compression_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the codec, such as rank = 4 for power_sgd."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of the method: of a local method such as state = "average"; of
-    post_local_sgd also start_epochs; of staged_sgd warmup_epochs and cooldown_epochs, by default a
-    tenth of the run each; of downpour n_push, n_fetch and rate; of async staleness_aware; of ssp,
-    downpour and async curvature."""
+    """Other arguments of the method. Local methods: such as state = "average". post_local_sgd:
+    also start_epochs. staged_sgd: also warmup_epochs and cooldown_epochs, by default a tenth of
+    the run each. downpour: n_push, n_fetch, rate and curvature. async: staleness_aware and
+    curvature. ssp: curvature."""
     staleness: Count = 2
-    """Most steps that a rank may be ahead of the slowest rank, with ssp and async; with downpour,
-    most pushes."""
+    """With ssp and async: largest number of steps by which a rank may be ahead of the slowest
+    rank. With downpour: largest number of pushes."""
     fraction: Fraction = 1.0
     """Of a local method: fraction of the ranks, but at least one rank, that takes part in a round;
     drawn for each round by the seed of the run. The other ranks skip the steps of the round."""
@@ -69,8 +69,8 @@ class SyncConfig(CheckedFields):
         )
         require(
             not (method == "staged_sgd" and self.steps == "auto"),
-            "sync.steps must be a number with sync.method = staged_sgd, which changes it by the "
-            "loss",
+            "sync.steps must be a number with sync.method = staged_sgd, which changes the number "
+            "by the loss",
             self.steps,
             "set the number of the first stage",
         )

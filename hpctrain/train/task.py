@@ -214,7 +214,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     Args:
         config: configuration of the run.
         comm: all ranks.
-        is_new: load ``model.init_from``; False if the run continues from a checkpoint.
+        is_new: whether to load ``model.init_from``; False if a run continues from a checkpoint.
 
     Raises:
         MismatchError: a name in the configuration is wrong or cannot be imported; on all ranks.
@@ -300,7 +300,10 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
 ) -> Iterator[Loader]:
-    """Yield loaders: training samples, tests during training, and last test if different."""
+    """Yield the loaders of training, of tests during training, and of the last test.
+
+    There is no third loader if all tests use the same samples.
+    """
     if not (isinstance(data, tuple) and len(data) in (2, 3) and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target must return two data sets (train, test) or three (train, validation, "
@@ -430,8 +433,9 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
     dataset = loader.dataset
     if not isinstance(dataset, ShardedDataset):
         raise ConfigError(
-            f"data.stage must have a ShardedDataset to copy, got {type(dataset).__name__}; "
-            f"stage its parts in data.target, or leave data.stage out"
+            f"data.target must return a ShardedDataset for data.stage, which copies its files, "
+            f"got {type(dataset).__name__}; copy the files in data.target, or leave data.stage "
+            f"out"
         )
     groups = [comm.group(ranks) for ranks in topology.nodes]
     node = groups[topology.node]
