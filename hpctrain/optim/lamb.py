@@ -38,7 +38,7 @@ class LAMB(AdaptiveOptimizer):
     place, so that their squares are finite: to 1.8e19 in float32.
 
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2. Nado et al. 2021, arXiv:2102.06356,
-    dispute that large batches need LAMB: they reach the same accuracy with tuned Adam.
+    dispute that large batches need LAMB: tuned Adam reaches the same accuracy.
 
     Args:
         params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.

@@ -46,8 +46,8 @@ class NoiseScale:
         self.sums = torch.zeros(6, dtype=torch.float64)
         """Sums over steps, as the state for a checkpoint; shape (6,).
 
-        For the parts, and then for the batches: their number, their samples, and their samples
-        times squared norm.
+        Elements 0 to 2 are for parts of batches, elements 3 to 5 for whole batches: the number of
+        parts or batches, the number of samples, and samples times squared norm.
         """
 
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:

@@ -15,8 +15,8 @@ class OptimizerConfig(CheckedFields):
     name: str = "SGD"
     """Class in torch.optim, LARS or LAMB."""
     lr: Positive = 0.05
-    """Peak learning rate for the global batch, or for schedule.base_batch if set; it does not
-    depend on the number of ranks."""
+    """Peak learning rate for the global batch, or for schedule.base_batch if set; independent of
+    the number of ranks."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Other keyword arguments of the class."""
     exempt_norms_and_biases: bool = False
