@@ -122,8 +122,8 @@ class _Ring(torch.autograd.Function):
                 steep = likely * (gradient @ values.mT - share)
                 of_query += steep @ keys * scale
                 grown = (grown[0] + steep.mT @ query * scale, grown[1] + likely.mT @ gradient)
-            # Gradients are sent in step with their keys and values. After the last iteration, they
-            # reach the rank that owns the part.
+            # Gradients are sent in step with their keys and values, and reach the rank that owns
+            # the part after the last iteration.
             grown = _pass_on(ctx.group, *grown)
         of_query, of_key, of_value = (each.to(key.dtype) for each in (of_query, *grown))
         return of_query, of_key, of_value, None

@@ -48,7 +48,7 @@ def part(tensor: Tensor) -> Tensor:
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Return whether each rank holds a part of ``tensor``."""
+    """Return whether ``tensor`` is a DTensor that is not replicated on all axes of its mesh."""
     return isinstance(tensor, DTensor) and not all(
         isinstance(one, Replicate) for one in tensor.placements
     )

@@ -112,7 +112,7 @@ class LayoutFinder:
         self.layout = _UNKNOWN
 
     def now(self) -> GuardLayout:
-        """Return the layout of the current parameters; FSDP replaces them during forward."""
+        """Return the layout of the current parameters; FSDP replaces parameters during forward."""
         named, before = self.named(), self.layout.named
         is_known = self.layout is not _UNKNOWN and len(named) == len(before)
         if not is_known or any(p is not q for (_, p), (_, q) in zip(named, before, strict=True)):

@@ -31,10 +31,10 @@ class ParallelConfig(CheckedFields):
     """Whether tp ranks also divide activations between layers, along the sequence."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Schedule of the pipeline: hpctrain guide parallel. zbv is not supported, because torch
-    cannot evaluate a model with it."""
+    cannot evaluate a model with this schedule."""
     micro_batches: Count = 0
-    """Number of micro-batches into which the pipeline divides the samples of a replica; 0 means 2
-    * pp."""
+    """Number of micro-batches into which the pipeline divides the samples of a replica; 0 for
+    twice pp."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Operations that backward repeats, to save memory, in all layers except the first and the
     last: none, all but matrix products (selective), or all (full)."""
