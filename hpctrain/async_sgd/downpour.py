@@ -103,8 +103,8 @@ class Downpour(AsyncMethod):
         warmup_steps: number of steps that the first worker takes alone. The other workers wait in
             their first forward. If the loss of a worker does not call ``model``, the worker waits
             in its first step, after it has computed a gradient of the initial values.
-        most_ahead: number of sends by which a worker may be ahead of the slowest worker when it
-            reads values; None for no limit.
+        most_ahead: number of sends by which a worker that reads values may be ahead of the slowest
+            worker; None for no limit.
         servers: as for ``StaleSynchronous``.
         curvature: as for ``StaleSynchronous``.
 

@@ -105,7 +105,7 @@ class ParameterServer(ABC):
                     self._answer_waiting()
                     continue
                 asking: Sequence[int] = [] if isinstance(request, Leave) else [source]
-            except Exception as error:  # all ranks raise it
+            except Exception as error:  # all ranks raise the error
                 text = f"the parameter server on rank {self._roles.rank} has failed: {error!r}"
                 self._error = CommError(text)
                 if isinstance(error, MismatchError | NotFiniteError):
@@ -239,7 +239,7 @@ class WorkerClocks:
         self._least = min(self._num_at, default=0)
 
     def of(self, worker: int) -> float:
-        """Return the clock of a worker; inf after it has settled."""
+        """Return the clock of a worker; inf after the worker has settled."""
         return self.by_worker.get(worker, math.inf)
 
     def advance(self, worker: int, clock: int) -> None:

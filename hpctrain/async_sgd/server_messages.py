@@ -18,7 +18,7 @@ class Push(NamedTuple):
     clock: int  # number of gradients that the worker has sent before
     slot: int  # index of the worker's slot that contains the gradient
     weight: float  # weight of the gradient in a mean
-    has_gradient: bytes  # for each parameter, whether it has a gradient
+    has_gradient: bytes  # whether each parameter has a gradient: 0 or 1
     settings: Settings
     reads: bool  # whether the worker also requests values
     is_counted: bool  # whether set_num_samples has set the weight

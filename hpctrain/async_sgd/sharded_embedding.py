@@ -86,8 +86,8 @@ class ShardedEmbedding(nn.Module):
         init: initial values are uniform in ``[-init, init)``.
         seed: seed of the initial values.
         dtype: float32 or float64.
-        path: folder on a disk of each node, in which each node stores its rows; the files are
-            removed at the end of the job. None to store rows in memory.
+        path: folder on a disk of each node, for the rows of the node; the files are removed at the
+            end of the job. None to store rows in memory.
         cache_rows: number of rows of other nodes that each rank caches for its node.
         cache_steps: number of steps after which a cached row expires.
         options: ``eps``; with ``"adam"`` also ``betas``.
@@ -227,7 +227,7 @@ class ShardedEmbedding(nn.Module):
         try:
             check_ids(ids, offsets, self.num_rows, self.mode)
         except ConfigError as error:
-            refusal = str(error)  # all ranks raise it
+            refusal = str(error)  # all ranks raise an error with this text
             self._exchange.run(lambda: self._exchange.read(np.empty(0, np.int64), 0, refusal))
         host = ids.detach().cpu().numpy()
         rows = self._spread.rows_of(host)

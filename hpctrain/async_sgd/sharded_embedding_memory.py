@@ -62,7 +62,7 @@ class NodeRows:
             self._rows, self._marks = self.as_rows(rows, first.dim), self.allocate(per_rank, how)
             self._own = {"rows": self._rows[own]}  # the state of the optimizer is added below
             self._is_stored = self._marks[own]
-            self._stored = torch.from_numpy(self._is_stored)  # counts writes by its version
+            self._stored = torch.from_numpy(self._is_stored)  # its version counts writes by torch
             for name, width in widths.items():
                 kept = _private(per_rank * width * itemsize, how)
                 self._own[name] = self.as_rows(kept, width)

@@ -134,8 +134,8 @@ class RowSums:
 class RowOwners:
     """Assignment of rows to ranks, and the ranks with which this rank exchanges rows.
 
-    An owner is a rank, under a number by which ranks are sorted by node, so that the rows of a
-    node are one range.
+    Owners are the ranks in the order of their nodes, so that the rows of a node are one range:
+    owner i is rank ``ranks[i]``.
 
     Args:
         num_rows: number of rows of the table.
@@ -178,6 +178,6 @@ class RowOwners:
         return min(first, self.num_rows), min(first + self.per_rank, self.num_rows)
 
     def keys_for(self, parts: Sequence[Places], owner: int) -> Places:
-        """Return the keys in ``parts``, each a sorted array, whose rows ``owner`` stores."""
+        """Return the keys in ``parts``, sorted arrays, of the rows that ``owner`` stores."""
         bounds = keys_of(np.array(self.range_of(owner)), 0)
         return np.concatenate([keys[slice(*np.searchsorted(keys, bounds))] for keys in parts])
