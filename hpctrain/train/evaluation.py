@@ -127,9 +127,9 @@ def _judge(
 
 
 def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
-    """Return a score from the sum of all ranks' ``counts``; None on ranks without samples.
+    """Return a score from the sum of ``counts`` over all ranks. Collective.
 
-    Collective.
+    ``counts`` is None on ranks without samples.
     """
     shapes = comm.allgather_object(None if counts is None else tuple(counts.shape))
     shape = next(shape for shape in shapes if shape is not None)

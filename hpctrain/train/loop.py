@@ -118,7 +118,8 @@ class TrainingLoop:
     def _finish_epoch(self, epoch: int, *, wants_save: bool = False) -> Stopped | None:
         """Test if a test is due; synchronize the replicas if the run may end here. Collective.
 
-        If a stop request interrupts the test, the resumed run starts with this test.
+        If a stop request interrupts the test, return ``Stopped``; the resumed run then starts with
+        this test.
         """
         state, task = self._state, self._task
         is_last = epoch == task.config.train.epochs

@@ -86,7 +86,7 @@ class BatchPadding:
     """Divides a replica's samples along the sequence, and pads the samples to a fixed number.
 
     With a pipeline or sharded parameters, every rank must compute in every step. Batches are
-    padded with copies of a sample, whose loss has weight 0.
+    padded with copies of a sample; the loss of a copy has weight 0.
 
     Args:
         layout: layout of all ranks.

@@ -157,8 +157,8 @@ class _Run:
         text = render(config)
         comm.agree(
             comm.broadcast_object(text) == text,
-            "all ranks must read the same configuration, but this rank read another than rank 0; "
-            "use a file that all ranks see",
+            "all ranks must read the same configuration, but this rank and rank 0 read different "
+            "ones; use a file that all ranks see",
         )
 
         def changes() -> list[str]:

@@ -1,6 +1,6 @@
 """Configuration of a run: the tables of the TOML file that belong to no other package.
 
-A field is a key: its type hint is the check, the string below it is its description.
+Each field is a key. Its type hint defines the check, and the string below is its description.
 """
 
 from collections.abc import Iterator, Mapping
@@ -112,7 +112,7 @@ class ModelConfig(CheckedFields):
     """Keyword arguments of the target."""
     init_from: str = ""
     """Initial weights: a run directory, a checkpoint, or a .pt or .safetensors file with a state
-    dict. If a run has weights averaged by train.ema, those are used."""
+    dict. Weights that train.ema has averaged are used if the run has them."""
     init_strict: bool = True
     """Whether all tensors must match in name and shape; if false, tensors that do not match keep
     their initial values and are listed."""
@@ -178,8 +178,8 @@ class TrainingConfig(CheckedFields):
     The standard deviation is estimated by the median absolute deviation, and is at least 1 % of
     the median."""
     spike_window: Number = 64
-    """Number of previous steps whose losses are compared; no spike is reported before half of them
-    are known."""
+    """Number of previous losses that are compared; no spike is reported before half as many
+    losses are known."""
     snapshot_every: Number = 100
     """With rollback: steps between two snapshots of weights, optimizer state and random number
     generators, which each rank keeps in memory; a rollback skips the batches since the
@@ -193,10 +193,10 @@ class TrainingConfig(CheckedFields):
     """Largest number of steps of a run that may be skipped or rolled back before all ranks stop; 0
     for no limit."""
     shard: Literal["none", "node", "auto"] = "none"
-    """Every rank keeps all parameters and the state of the optimizer (none), or a node keeps them
-    once and each of its ranks steps one part (node), which takes less time and memory. Results are
-    bitwise identical, except with clip_norm. auto is node if optimizer and run allow it and a node
-    has two ranks or more."""
+    """Every rank keeps all parameters and the state of the optimizer (none), or the ranks of a
+    node share one copy, and each rank steps one part (node), which takes less time and memory.
+    Results are bitwise identical, except with clip_norm. auto is node if optimizer and run allow
+    it and a node has two ranks or more."""
     master_dtype: Literal["none", "fp32"] = "none"
     """With shard = node: dtype of an additional copy of 16-bit parameters that the optimizer steps
     (fp32)."""
@@ -205,7 +205,7 @@ class TrainingConfig(CheckedFields):
     test and every N steps (N), or never; with a local sync.method only after an averaging."""
     on_divergence: Literal["stop", "heal"] = "stop"
     """Action if the weights or the optimizer state of some ranks differ: end the run (stop), or
-    copy the values of the majority of ranks to them and continue (heal)."""
+    copy the values of the majority of ranks to the other ranks and continue (heal)."""
     reproducible: bool = False
     """Bitwise identical results on any number of ranks, on processors of one type; slower, because
     each rank computes its micro-shards one after the other, on one thread."""

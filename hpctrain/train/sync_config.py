@@ -28,14 +28,14 @@ class SyncConfig(CheckedFields):
         "downpour",
         "async",
     ] = SYNCHRONOUS
-    """Average gradients in every step (synchronous), or take local steps and average weights
-    (local_sgd, post_local_sgd, hierarchical_local_sgd, diloco, staged_sgd), with an optimizer.lr
-    for a rank's share of the batch. Or parameter servers apply gradients
-    asynchronously: with a bound on the staleness (ssp), every few steps (downpour) or at once
-    (async)."""
+    """Average gradients in every step (synchronous); or take local steps and average weights
+    (local_sgd, post_local_sgd, hierarchical_local_sgd, diloco, staged_sgd), where optimizer.lr is
+    for a rank's share of the batch; or let parameter servers apply gradients asynchronously, with
+    a bound on the staleness (ssp), every few steps (downpour) or at once (async)."""
     steps: Literal["auto"] | Number = 8
-    """Of a local method: steps between two averagings over all ranks; auto chooses them by
-    measurements, so that averaging takes at most the fraction args.share (0.1) of the time."""
+    """Of a local method: number of steps between two averagings over all ranks; auto chooses the
+    number by measurements, so that averaging takes at most the fraction args.share (0.1) of the
+    time."""
     compression: Annotated[str, Bounds(names=COMPRESSIONS)] = "none"
     """Codec of gradients that are sent between nodes, or of the data that replicas of a local
     method exchange: none, fp16, bf16, int8, or another codec of hpctrain guide compression. auto

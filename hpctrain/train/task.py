@@ -273,7 +273,7 @@ def _broadcast_weights(
 ) -> Tables:
     """Load ``model.init_from``, and broadcast the parameters of rank 0. Collective.
 
-    Returns the sharded embeddings, whose rows are loaded too. Local methods broadcast the
+    Returns the sharded embeddings; their rows are loaded, too. Local methods broadcast the
     parameters later.
     """
     with agreed(comm):
@@ -362,14 +362,17 @@ def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
 
 
 def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
-    """Return loader arguments for local methods, whose loaders must not communicate."""
+    """Return the arguments by which the loaders of a local method do not communicate."""
     if not config.sync.is_local:
         return {}
     return {"comm": None, "rank": comm.rank, "size": comm.size}
 
 
 def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> None:
-    """Raise if the data has too few samples for a batch, or a batch too few for local steps."""
+    """Raise ``ConfigError`` if data has fewer samples than a batch, or a batch than ranks.
+
+    The second check is for local methods only.
+    """
     batch = config.train.global_batch
     if batch > num_samples:
         raise ConfigError(
@@ -385,7 +388,7 @@ def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> Non
 
 
 def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
-    """Raise if the data lacks a field, or has varying lengths with ``train.reproducible``."""
+    """Raise an error if data lacks a field, or has varying lengths with ``train.reproducible``."""
     for key in ("input", "label"):
         name = getattr(config.data, key)
         if name not in fields:
