@@ -36,9 +36,9 @@ from hpctrain.runtime.process_sets import global_process_set
 class _Phase(Enum):
     """Whether the parameters of this rank and of the servers are equal."""
 
-    SETTLED = auto()  # all ranks have the values that include all updates
+    SETTLED = auto()  # all ranks have the servers' values, which include all updates
     STEPPING = auto()  # this rank has taken steps since the last ``settle``
-    ENDED = auto()  # the block has ended; model and optimizer have the values and state
+    ENDED = auto()  # the block has ended; model and optimizer have the servers' values and state
 
 
 class AsyncMethod(CommonBlock):
@@ -49,10 +49,11 @@ class AsyncMethod(CommonBlock):
     them, and all ranks then have the same model. If an error ends the block on some ranks, the
     ranks that wait at the end raise an error within seconds.
 
-    The servers, each a thread of its rank, store the values of the parameters and the optimizer
-    state. A parameter that changes outside of ``step()`` raises an error in the next step or at
-    the end of the block, unless ``reload`` sends its value to the servers; in-place writes through
-    ``.data`` are lost. In a world of one rank the server runs while the rank waits for replies.
+    Each server is a thread of its rank. The servers store the values of the parameters and the
+    optimizer state. A parameter that changes outside of ``step()`` raises an error in the next
+    step or at the end of the block, unless ``reload`` sends the new value to the servers; in-place
+    writes through ``.data`` are lost. In a world of one rank, the server has no thread and runs
+    while the rank waits for replies.
 
     The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
     is collective.
@@ -61,7 +62,7 @@ class AsyncMethod(CommonBlock):
         model: module with equal parameters and buffers on every rank.
         optimizer: a plain torch optimizer.
         make_server: function that creates a server from messages, slots, roles and a shard.
-        servers: ranks that serve; None for a number of ranks that depends on the world.
+        servers: ranks that serve, as for ``StaleSynchronous``.
         curvature: curvature of the loss, for a warning; None if it is not known.
         same: other arguments of the method that must be the same on every rank, by name.
     """
@@ -82,7 +83,7 @@ class AsyncMethod(CommonBlock):
         here, name = world.current(), type(self).__name__
         self.model, self.optimizer, self._presence = model, optimizer, here.presence
         self.is_compared = here.settings.check_weights != "off"
-        """Whether it is an error if ranks end without ``settle`` and with different values."""
+        """Whether it is an error if ranks end with different values, without ``settle``."""
         with agreed(here.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
@@ -146,7 +147,7 @@ class AsyncMethod(CommonBlock):
 
     @property
     def staleness_histogram(self) -> dict[int, int]:
-        """Number of gradients or reads of this rank by staleness, as the subclass defines it."""
+        """Number of gradients or reads of this rank by staleness, which the subclass defines."""
         return dict(sorted(self._histogram.counts.items()))
 
     def total_histogram(self) -> dict[int, int]:
@@ -176,9 +177,9 @@ class AsyncMethod(CommonBlock):
 
     @dynamo_disable
     def settle(self, where: str = "settle()") -> None:
-        """Copy the values that include all updates to all ranks. Collective.
+        """Copy the current values, which include all updates, to every rank. Collective.
 
-        A rank in this call waits for all ranks, but delays none.
+        A rank in this call waits for all ranks, but does not delay the steps of other ranks.
 
         Args:
             where: name of this call, for messages; the same on all ranks.
@@ -208,7 +209,7 @@ class AsyncMethod(CommonBlock):
 
     @contextmanager
     def settled(self, *, shows_all: bool = True) -> Iterator[None]:
-        """Settle, and copy the servers' optimizer state into the optimizer inside the block.
+        """Settle; inside the block, the optimizer contains the servers' optimizer state.
 
         Collective. Inside the block, ``optimizer.state_dict()`` has the form of a plain optimizer,
         independent of the number of ranks.
@@ -229,8 +230,8 @@ class AsyncMethod(CommonBlock):
     def reload(self) -> None:
         """Send the current parameters and optimizer state to the servers. Collective.
 
-        Call this method after all ranks have loaded the same model and optimizer state. The
-        constructor sends both, too.
+        Call this method after all ranks have loaded the same model and optimizer state. It is not
+        necessary after the constructor, which also sends both.
         """
         self._require_open()
         self._take_state()
@@ -286,7 +287,7 @@ class AsyncMethod(CommonBlock):
         """Copy the servers' state into ``optimizer`` if the servers apply another optimizer."""
 
     def _take_state(self) -> None:
-        """Move the state that ``_show_state`` has copied back into the servers' optimizer."""
+        """Move state that ``_show_state`` copied to ``optimizer`` to the servers' optimizer."""
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -337,7 +338,7 @@ class AsyncMethod(CommonBlock):
         *,
         takes: bool = True,
     ) -> list[ServerReply]:
-        """Send a request to all servers, again after a recovery; return the replies."""
+        """Send a request to all servers, and return the replies; after a recovery, send again."""
         while True:
             try:
                 replies = self._client.send_and_wait(request, gradients, takes=takes)
@@ -361,8 +362,8 @@ class AsyncMethod(CommonBlock):
 
         Args:
             error: raised again if the world does not recover.
-            before: maps ranks of the server's world to current ranks, for the surviving ranks;
-                passed if another rank is lost during a recovery.
+            before: current rank of each surviving rank, by its rank in the world that this rank's
+                server has seen last. None, except if a rank is lost during a recovery.
         """
         if len(self.servers) == self.comm.size:
             recovery.raise_lost(error)
@@ -408,7 +409,7 @@ class AsyncMethod(CommonBlock):
             self.server_optimizer.state[self._layout.parameters[number]] = state
 
     def _joined(self, number: int, values: Sequence[Any]) -> Any:
-        """Return an entry of a parameter's state, joined from the entries of its ranges."""
+        """Return an entry of a parameter's state, joined from the entries of all its ranges."""
         has_elements = isinstance(values[0], Tensor) and values[0].dim()
         return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 

@@ -16,21 +16,22 @@ from hpctrain.async_sgd.server_messages import Push, Read
 from hpctrain.core.checks import Amount, Count, Number, checked
 
 _OF_SERVER = "server_"  # prefix of server entries in the state of the rank's optimizer
-_LOST = -1  # key that counts the updates of all lost workers
+_LOST = -1  # key for the number of updates by all lost workers
 
 
 class AsyncSGD(AsyncMethod):
     """Sends gradients to servers, which apply each gradient on arrival and return current values.
 
     The servers take one optimizer step per gradient. The staleness of a gradient is the number of
-    updates by other workers after its worker has read the values and before the gradient is
-    applied; the learning rate is divided by the staleness, and ``staleness_histogram`` counts
-    staleness. N workers apply N gradients in the time of one synchronous step, each with the
-    whole learning rate, so use a smaller learning rate than for a mean of N gradients.
+    updates by other workers between the time at which the worker read the values and the time at
+    which its gradient is applied. The servers divide the learning rate by the staleness, and
+    ``staleness_histogram`` counts the gradients of each staleness. N workers apply N gradients in
+    the time of one synchronous step, each with the whole learning rate, so use a smaller learning
+    rate than for a mean of N gradients.
 
-    Gradients may arrive at several servers in different orders, so each server divides by the
-    staleness in its own shard, and the histogram counts the largest staleness. With ``servers=1``
-    all parameters of a gradient have the same staleness.
+    Gradients may arrive at several servers in different orders, so each server uses the staleness
+    in its own shard, and the histogram counts the largest staleness. With ``servers=1`` all
+    parameters of a gradient have the same staleness.
 
     The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
     is collective.
@@ -41,7 +42,8 @@ class AsyncSGD(AsyncMethod):
             store the state, and the options may differ between ranks.
         staleness_aware: whether the learning rate is divided by the staleness of the gradient
             if the staleness is above 1.
-        most_ahead: steps that a worker may be ahead of the slowest worker; None for no limit.
+        most_ahead: number of steps by which a worker may be ahead of the slowest worker; None for
+            no limit.
         servers: as for ``StaleSynchronous``.
         curvature: as for ``StaleSynchronous``.
 
@@ -82,9 +84,9 @@ class Downpour(AsyncMethod):
     ``n_push`` steps the rank sends the accumulated gradient to the servers, which take an Adagrad
     step on arrival; every ``n_fetch`` steps the rank replaces its replica by the servers' values.
     Adagrad's per-element learning rates keep asynchronous training stable. Inside ``settled()``
-    the state of the optimizer contains Adagrad's sums of squares as ``server_sum``: if that state
-    is loaded before a new ``Downpour`` is made, or before ``reload()``, training continues with
-    these sums, without another warm-up.
+    the state of the optimizer contains Adagrad's sums of squares as ``server_sum``. If a saved
+    optimizer state with these sums is loaded before a new ``Downpour`` is made, or before
+    ``reload()``, training continues with the sums, without another warm-up.
 
     ``staleness_histogram`` counts, per push, the updates by other workers since the last fetch.
 
@@ -95,14 +97,14 @@ class Downpour(AsyncMethod):
         model: module with equal parameters and buffers on every rank.
         optimizer: a plain torch optimizer that updates the replica between two fetches; each rank
             has its own state.
-        n_push: steps between two sends of gradients.
-        n_fetch: steps between two reads of values.
+        n_push: number of steps between two sends of gradients.
+        n_fetch: number of steps between two reads of values.
         rate: learning rate of Adagrad on the servers.
-        warmup_steps: steps that the first worker takes alone. The other workers wait in their
-            first forward; a worker whose loss does not call ``model`` waits in its first step,
-            with a gradient of the initial values.
-        most_ahead: sends that a worker may be ahead of the slowest worker when it reads values;
-            None for no limit.
+        warmup_steps: number of steps that the first worker takes alone. The other workers wait in
+            their first forward. If the loss of a worker does not call ``model``, the worker waits
+            in its first step, after it has computed a gradient of the initial values.
+        most_ahead: number of sends by which a worker that reads values may be ahead of the slowest
+            worker; None for no limit.
         servers: as for ``StaleSynchronous``.
         curvature: as for ``StaleSynchronous``.
 
@@ -164,7 +166,7 @@ class Downpour(AsyncMethod):
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        # Required if the loss was computed without a forward of the model.
+        # Wait here if the loss was computed without a forward of the model, which would wait.
         self._wait_for_warmup()
         self._num_steps += 1
         for number, grad in enumerate(gradients):
@@ -246,9 +248,9 @@ class ImmediateServer(ParameterServer):
     def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self._scales_rate = scales_rate
-        self._num_updates = Counter[int]()  # updates of each worker
+        self._num_updates = Counter[int]()  # by worker: number of its updates
         self._total = 0  # sum of ``_num_updates``
-        self._seen = Counter[int]()  # updates of other workers in the values of each worker
+        self._seen = Counter[int]()  # by worker: updates of others in the values it has read
         self._staleness = Counter[int]()  # staleness of the last gradient of each worker
 
     def _push(self, source: int, push: Push) -> int:

@@ -21,7 +21,7 @@ class LostUpdates(NamedTuple):
 
     components: int
     """Number of parameter elements that have lost at least one update."""
-    updates: int  # elements that all ranks have updated, counted once per step
+    updates: int  # number of updates of single elements, over all steps and ranks
     share: float  # sum of lost updates divided by the sum of all updates, in absolute values
 
 
@@ -34,9 +34,9 @@ class Hogwild(CommonBlock):
     one element concurrently, one of the updates may be lost. Stores of single aligned elements are
     atomic: a reader gets the old or the new value.
 
-    Hogwild is meant for sparse gradients, as of ``nn.Embedding(sparse=True)``, in which ranks
-    rarely update the same elements. For dense models the convergence theory does not hold, and
-    cache lines move between cores in every step.
+    Hogwild is meant for sparse gradients, such as the gradients of ``nn.Embedding(sparse=True)``,
+    because ranks then rarely update the same elements. For dense models the convergence theory
+    does not hold, and cache lines move between cores in every step.
 
     The constructor moves the parameters of rank 0 into node memory and hooks the optimizer; it is
     collective.
@@ -45,8 +45,8 @@ class Hogwild(CommonBlock):
         model: module with equal parameters on every rank, on the CPU.
         optimizer: ``torch.optim.SGD`` without momentum and weight decay, so that steps may be
             added in any order; the learning rate may change, and differ between ranks.
-        counts: whether ``lost_updates()`` is available; each rank then stores the sum of its
-            steps, of the size of the parameters in float64.
+        counts: whether ``lost_updates()`` is available; each rank then stores the initial
+            parameters and the sum of its steps, both in float64.
 
     Raises:
         ConfigError: the ranks are on several nodes or share no memory, or the optimizer is not
@@ -89,7 +89,7 @@ class Hogwild(CommonBlock):
 
         Raises:
             ConfigError: ``counts`` is False, or a rank has written to parameters outside of a
-                step, as by ``load_state_dict``; on every rank.
+                step, for example by ``load_state_dict``; on every rank.
             NotFiniteError: a parameter is not finite; on every rank.
         """
         if self._own.keys() != self._names.keys():
@@ -153,7 +153,10 @@ class Hogwild(CommonBlock):
         self._unhook()
 
     def _share(self, p: Tensor) -> int:
-        """Move a parameter of rank 0 to node memory, for all ranks. Collective."""
+        """Move a parameter to node memory, with the values of rank 0; return its address.
+
+        Collective.
+        """
         bucket = self._comm.new_bucket(p.numel(), p.dtype)
         home = (bucket.peers or (bucket.flat,))[0].view(p.shape)
         if self._comm.rank == 0:
@@ -194,7 +197,7 @@ class Hogwild(CommonBlock):
                 into.index_add_(0, grad.indices()[0], values.to(into.dtype))
             else:
                 into.add_(values)
-            # Sums in float64 do not add to the rounding error.
+            # Rounding of sums that are wider than the parameter is not counted.
             if p in self._own and into.dtype is p.dtype and values.numel():
                 self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()

@@ -15,17 +15,17 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import version_of
 
 VALUES = -1
-"""The slot of a rank to which servers write the values that the rank has requested."""
+"""Index of the slot of a rank to which servers write the values that the rank has requested."""
 
 
 class ParameterRange(NamedTuple):
     """Elements of one parameter that one server stores."""
 
-    number: int  # number of the parameter
-    group: int  # parameter group of the optimizer
+    number: int  # index of the parameter
+    group: int  # index of the parameter group of the optimizer
     # An integer selects a scalar, since a step on a scalar rounds differently than on a slice.
     inside: slice | int  # elements of the parameter
-    block: int  # number of the block
+    block: int  # index of the block
     place: slice | int  # the same elements in the server's part of the block
 
 
@@ -37,7 +37,7 @@ class DtypeBlock(NamedTuple):
     like a step on the whole parameter.
     """
 
-    numbers: list[int]  # numbers of the parameters in this block
+    numbers: list[int]  # indices of the parameters in this block
     packed: PackedTensors  # positions of the parameters, in a buffer without memory
 
 
@@ -57,7 +57,7 @@ class ParameterLayout:
         self._groups = [group for group, _ in found]
         self.parameters: list[Tensor] = [p for _, p in found]
         self.names = [names[id(p)] for p in self.parameters]
-        self._forms: dict[int, Tensor] = {}  # tensors with the shape and strides in the block
+        self._forms: dict[int, Tensor] = {}  # by index: shape and strides, as a meta tensor
         self.blocks: list[DtypeBlock] = []
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             numbers = [n for n, p in enumerate(self.parameters) if p.dtype is dtype]
@@ -129,7 +129,7 @@ class ParameterLayout:
             self.parameters[number].copy_(place)
 
     def _places(self, flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each parameter, and its part of ``flats`` as a view in its shape."""
+        """Yield the index of each parameter, and its part of ``flats`` as a view in its shape."""
         for block, flat in zip(self.blocks, flats, strict=True):
             yield from zip(block.numbers, block.packed.places_in(flat), strict=True)
 

@@ -24,7 +24,7 @@ class ParameterShard:
 
     Args:
         layout: layout of all parameters.
-        number: number of the server.
+        number: index of the server.
         optimizer: optimizer whose rule is applied to the ranges of parameters.
     """
 
@@ -34,7 +34,7 @@ class ParameterShard:
         self._values, self._sums = layout.new_parts(number), layout.new_parts(number)
         self._held = self._tensors_in(self._values)
         self._stepper = PieceStep(optimizer)
-        # Hooks are excluded: they would keep the method alive while the server's thread runs.
+        # Hooks would keep the AsyncMethod object alive while the server's thread runs.
         self._attributes = {
             name: value
             for name, value in vars(optimizer).items()
@@ -52,7 +52,7 @@ class ParameterShard:
 
     @contextmanager
     def on_copy(self, out: Sequence[Tensor]) -> Iterator[None]:
-        """Inside the block, update ``out`` and a copy of the state instead of the shard."""
+        """Let ``step`` update ``out`` and a copy of the state inside the block, not the shard."""
         held, state = self._held, self._stepper.state
         try:
             self._held = self._tensors_in(out)
@@ -88,7 +88,7 @@ class ParameterShard:
         return value.detach().to("cpu", copy=True)
 
     def state(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the parameter number and the optimizer state of each range in this shard."""
+        """Return the parameter's index and the optimizer state of each range of this shard."""
         both = zip(self._ranges, self._held, strict=True)
         return [(own.number, dict(self._stepper.state[tensor])) for own, tensor in both]
 
@@ -100,7 +100,8 @@ class ParameterShard:
         Args:
             pushes: gradients and weights of workers.
             settings: options of the parameter groups.
-            num_missing: gradients that count as zeros, each with the mean weight of ``pushes``.
+            num_missing: number of missing gradients, which count as zeros with the mean weight of
+                ``pushes``.
         """
         having = [any(of) for of in zip(*(one.has_gradient for one in pushes), strict=True)]
         by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -120,7 +121,7 @@ class ParameterShard:
         On up to two nodes the mean is bitwise equal to the mean of ``DistributedOptimizer``.
         """
         if len(pushes) == 1 and pushes[0].weight and not num_missing:
-            return pushes[0].parts  # bitwise equal to a plain loop
+            return pushes[0].parts  # unchanged, so that steps are bitwise equal to a plain loop
         nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]
         top = 2.0 ** exponent_of(max(one.weight for one in pushes))  # so that no product overflows
         total = sum(sum(one.weight for one in node) for node in nodes) / top

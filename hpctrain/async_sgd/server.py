@@ -38,8 +38,8 @@ class ParameterServer(ABC):
         slots: buffers of gradients and values of the ranks of this node.
         roles: roles of all ranks.
         shard: parameters of this server.
-        bound: gradients that a worker may be ahead of the slowest worker: a worker receives values
-            at clock c after all workers have reached c - ``bound``.
+        bound: number of gradients by which a worker may be ahead of the slowest worker: a worker
+            receives values at clock c after all workers have reached c - ``bound``.
         warmup: clock that the first worker must reach before other workers receive values.
     """
 
@@ -78,7 +78,7 @@ class ParameterServer(ABC):
             messages: messages of the new world.
             slots: slots of the new world.
             roles: roles in the new world.
-            numbers: new numbers of the surviving ranks, by their old numbers.
+            numbers: new rank of each surviving rank, by its old rank.
         """
         self._messages, self._slots, self._roles = messages, slots, roles
         self._clocks = WorkerClocks(renumbered(self._clocks.by_worker, numbers))
@@ -105,7 +105,7 @@ class ParameterServer(ABC):
                     self._answer_waiting()
                     continue
                 asking: Sequence[int] = [] if isinstance(request, Leave) else [source]
-            except Exception as error:  # all ranks raise it
+            except Exception as error:  # all ranks raise the error
                 text = f"the parameter server on rank {self._roles.rank} has failed: {error!r}"
                 self._error = CommError(text)
                 if isinstance(error, MismatchError | NotFiniteError):
@@ -173,7 +173,10 @@ class ParameterServer(ABC):
         self._messages.replies.send(source, reply, () if is_near else out)
 
     def _note_settled(self, source: int, where: str) -> None:
-        """Exclude ``source`` from waits; raise if the ranks settle in different calls."""
+        """Record that ``source`` has settled, so that no other worker waits for its steps.
+
+        Raises ``MismatchError`` if the ranks settle in different calls.
+        """
         self._clocks.remove(source)
         self._settled.setdefault(source, where)  # a rank that has closed remains settled
         if self._settled[source] != next(iter(self._settled.values())):
@@ -185,7 +188,7 @@ class ParameterServer(ABC):
         self._after_clock()
 
     def _settle(self) -> None:
-        """Send the values that include all updates to all ranks, and set all clocks equal."""
+        """Send the current values, which include all updates, to all ranks; set clocks equal."""
         self._settled.clear()
         self._clocks = WorkerClocks(dict.fromkeys(self._roles.workers, self._last_clock))
         self._begin(self._last_clock)
@@ -232,11 +235,11 @@ class WorkerClocks:
 
     def __init__(self, clocks: Mapping[int, int]) -> None:
         self.by_worker = dict(clocks)
-        self._num_at = Counter(self.by_worker.values())  # workers by clock
+        self._num_at = Counter(self.by_worker.values())  # number of workers by clock
         self._least = min(self._num_at, default=0)
 
     def of(self, worker: int) -> float:
-        """Return the clock of a worker; inf after it has settled."""
+        """Return the clock of a worker; inf after the worker has settled."""
         return self.by_worker.get(worker, math.inf)
 
     def advance(self, worker: int, clock: int) -> None:

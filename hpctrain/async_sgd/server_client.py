@@ -33,15 +33,15 @@ class ServerClient:
     """Sends the requests of this rank to all servers, and receives values in the replies.
 
     The last request of a rank, ``Leave``, is sent by ``send_leave`` or ``leave_settled``, or when
-    the object of ``on_close`` is garbage collected. A world of one rank sends no ``Leave``. The
-    constructor is collective.
+    the object with the method ``on_close`` is garbage collected. A world of one rank sends no
+    ``Leave``. The constructor is collective.
 
     Args:
         layout: layout of the parameters.
         roles: roles of all ranks.
-        num_slots: gradients of this rank that may be in flight concurrently.
-        on_close: method that the world calls before it closes the messages; the world does not
-            keep the object of the method alive.
+        num_slots: number of gradients of this rank that may be in flight concurrently.
+        on_close: bound method that is called before the world closes the messages; the reference
+            to its object is weak.
     """
 
     _error: HpctrainError | None = None  # error that a server has reported
@@ -87,7 +87,7 @@ class ServerClient:
         """Close the channels of a world that has lost ranks; ``reconnect`` opens new channels.
 
         Args:
-            numbers: new numbers of the surviving ranks, by their old numbers.
+            numbers: new rank of each surviving rank, by its old rank.
         """
         self.messages.stop()
         self.comm = world.current().comm
@@ -100,11 +100,11 @@ class ServerClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank can send requests: it has not sent its last request."""
+        """Whether this rank can send requests, because it has not sent ``Leave``."""
         return self._finalizer is None or self._finalizer.alive
 
     def send_leave(self) -> None:
-        """Send ``Leave`` for this rank, unless it was sent."""
+        """Send ``Leave`` for this rank, unless ``Leave`` was sent before."""
         if self._finalizer is not None:
             self._finalizer()
 
@@ -113,7 +113,7 @@ class ServerClient:
         return self._finalizer is not None and self._finalizer.detach() is not None
 
     def leave_settled(self) -> None:
-        """Send ``Leave`` for a rank that has settled or failed, unless it was sent."""
+        """Send ``Leave`` for a rank that has settled or failed, unless it was sent before."""
         if self.cancel_leave():
             self.messages.leave(self.roles.servers, Leave(""))
 
@@ -127,7 +127,7 @@ class ServerClient:
         """Send a request to all servers and wait for their replies.
 
         Args:
-            request: request; a ``Push`` names the slot for ``gradients``.
+            request: request to send; a ``Push`` contains the index of the slot for ``gradients``.
             gradients: gradient of each parameter, for a ``Push``.
             takes: whether values in the replies are copied into the parameters.
 

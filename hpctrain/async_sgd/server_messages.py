@@ -15,10 +15,10 @@ Settings = list[dict[str, Any]]
 class Push(NamedTuple):
     """Request to apply the gradient of a worker."""
 
-    clock: int  # gradients that the worker has sent before
-    slot: int  # slot of the worker that contains the gradient
+    clock: int  # number of gradients that the worker has sent before
+    slot: int  # index of the worker's slot that contains the gradient
     weight: float  # weight of the gradient in a mean
-    has_gradient: bytes  # for each parameter, whether it has a gradient
+    has_gradient: bytes  # whether each parameter has a gradient: 0 or 1
     settings: Settings
     reads: bool  # whether the worker also requests values
     is_counted: bool  # whether set_num_samples has set the weight
@@ -39,7 +39,7 @@ class Push(NamedTuple):
 class Read(NamedTuple):
     """Request to send the current values to a worker."""
 
-    clock: int
+    clock: int  # number of gradients that the worker has sent
 
 
 class Settle(NamedTuple):
@@ -62,7 +62,7 @@ class ServerReply(NamedTuple):
 
     clock: int = 0  # clock of the worker
     staleness: int = 0  # of values: incomplete steps; of a gradient: updates of other workers
-    has_values: bool = False  # whether the slot of the worker or the message has values
+    has_values: bool = False  # whether the worker's slot or this message contains new values
     error: HpctrainError | None = None
 
 

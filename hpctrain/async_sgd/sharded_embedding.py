@@ -62,7 +62,7 @@ class ShardedEmbedding(nn.Module):
     A lookup copies rows from the ranks that own them, and backward stores the gradients of these
     rows. ``step()`` sums the gradients over the batch and averages them over the ranks, in a fixed
     order; then the owners update the rows. A step of N ranks equals a step of one process on the
-    joined batch.
+    joined batch of all ranks.
 
     The table is not a parameter of the model: other optimizers, ``DistributedOptimizer`` and
     ``broadcast_parameters`` ignore it, and no rank stores the whole table. ``zero_grad`` and
@@ -86,10 +86,10 @@ class ShardedEmbedding(nn.Module):
         init: initial values are uniform in ``[-init, init)``.
         seed: seed of the initial values.
         dtype: float32 or float64.
-        path: folder on a disk of each node that stores the rows, in files that are removed with
-            the job; None to store rows in memory.
-        cache_rows: rows of other nodes that each rank caches for its node.
-        cache_steps: steps after which a cached row expires.
+        path: folder on a disk of each node, for the rows of the node; the files are removed at the
+            end of the job. None to store rows in memory.
+        cache_rows: number of rows of other nodes that each rank caches for its node.
+        cache_steps: number of steps after which a cached row expires.
         options: ``eps``; with ``"adam"`` also ``betas``.
 
     Raises:
@@ -103,9 +103,9 @@ class ShardedEmbedding(nn.Module):
 
     steps = 0
     """Steps that the table has taken."""
-    _pending: list[tuple[Places, Tensor]]  # by lookup since the last step: keys, gradients
+    _pending: list[tuple[Places, Tensor]]  # keys and gradients of each lookup since a step
     _handle: nn.Parameter
-    """Represents the rows in autograd: is frozen with the rows, and has a gradient if they do."""
+    """Represents the rows in autograd: frozen with the rows, with a gradient if rows have one."""
     _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 - keyword options of users
@@ -213,11 +213,11 @@ class ShardedEmbedding(nn.Module):
 
         Args:
             ids: integers from 0 to ``rows - 1``, of any shape, including empty. With ``mode``:
-                2-D with one bag per line, or 1-D with ``offsets``.
+                ``(bags, ids per bag)``, or 1-D with ``offsets``.
             offsets: first position of each bag in ``ids``, as for ``torch.nn.EmbeddingBag``.
 
         Returns:
-            ``(*ids.shape, dim)``, or ``(bags, dim)``; on the device of ``ids``.
+            ``(*ids.shape, dim)``, or ``(bags, dim)`` with ``mode``; on the device of ``ids``.
 
         Raises:
             MismatchError: ids of a rank are out of range, or ranks make different calls; on
@@ -227,7 +227,7 @@ class ShardedEmbedding(nn.Module):
         try:
             check_ids(ids, offsets, self.num_rows, self.mode)
         except ConfigError as error:
-            refusal = str(error)  # all ranks raise it
+            refusal = str(error)  # all ranks raise an error with this text
             self._exchange.run(lambda: self._exchange.read(np.empty(0, np.int64), 0, refusal))
         host = ids.detach().cpu().numpy()
         rows = self._spread.rows_of(host)
@@ -393,7 +393,8 @@ class ShardedEmbedding(nn.Module):
     def sharded_state(self) -> dict[str, Any]:
         """Return the rows and optimizer state of this rank, for a checkpoint. Local.
 
-        Rows are in the order of ``id * factor % rows``, independent of the number of ranks.
+        The row of an id is ``id * factor % rows``, independent of the number of ranks; see
+        ``IdSpread``.
         """
         pieces = self._memory.pieces()
         return {"table": self._what, "steps": self.steps, "lr": self.lr, "tensors": pieces}
@@ -473,8 +474,8 @@ class _Lookup(torch.autograd.Function):
 class _Hidden(dict[str, nn.Parameter | None]):
     """Parameter dictionary that is visible only to ``zero_grad`` and ``requires_grad_``.
 
-    Optimizers must not see the parameter in this dictionary, but ``parameters()`` and the two
-    methods read the same dictionary, so ``items`` inspects its callers.
+    Optimizers must not get the parameter in this dictionary. But ``parameters()``, which they
+    call, reads the same dictionary as the two methods, so ``items`` inspects the call stack.
     """
 
     _SEEN_BY = (nn.Module.zero_grad.__code__, nn.Module.requires_grad_.__code__)

@@ -59,8 +59,9 @@ class RowCache:
 
         Args:
             rows: distinct row numbers.
-            versions: versions of the ranks' rows; copies are discarded if any version has changed.
-            exact: whether copies of earlier steps are invalid, too.
+            versions: ``NodeRows.version`` of each rank; all copies are discarded if any version
+                has changed.
+            exact: whether copies that were fetched in earlier steps are invalid.
         """
         if versions != self._versions:
             self._versions = versions
@@ -74,7 +75,13 @@ class RowCache:
         return is_hit
 
     def join(self, rows: Numbers, is_hit: NDArray[np.bool_], fetched: Tensor) -> Tensor:
-        """Return the values of cached and fetched rows, and cache some of the fetched rows."""
+        """Return the values of ``rows``, and cache some of the fetched rows.
+
+        Args:
+            rows: distinct row numbers.
+            is_hit: result of ``find``.
+            fetched: ``(misses, dim)``, values of the rows that were not found, in their order.
+        """
         if not len(self._values):
             return fetched
         places, scores = rows % len(self._rows), self._scores
@@ -84,7 +91,7 @@ class RowCache:
         is_kept = self._rows[places] == rows
         scores[places[is_kept]] += 1
         scores[places[~is_kept]] *= _DECAY
-        # The last of several rows of one place is stored; rotation gives each row a chance.
+        # If several rows share a place, the last row is stored. The rotation varies which is last.
         new = np.roll(np.flatnonzero(~is_kept & (scores[places] < 1)), self.report.lookups)
         self._rows[places[new]], scores[places[new]] = rows[new], 1
         came = np.flatnonzero((self._rows[places] == rows) & ~is_hit)  # one row per place

@@ -45,9 +45,9 @@ class RowReport(NamedTuple):
     """Header that each rank sends to all ranks before rows are exchanged."""
 
     num_rows: int = 0  # rows that this rank writes to the exchange buffer
-    weight: float = 1.0  # of this rank's gradients; in a lookup, version of this rank's rows
+    weight: float = 1.0  # weight of this rank's gradients; in a lookup, version of its rows
     lr: float = 0.0  # learning rate of the rows that this rank owns
-    flags: int = 0
+    flags: int = 0  # in a lookup, nonzero if rows that were cached in earlier steps are invalid
 
 
 _NOTHING = RowReport()
@@ -131,7 +131,10 @@ class RowExchange:
             )
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run ``function``, which communicates, after the operations in flight. Collective."""
+        """Run ``function``, which communicates, after the operations in flight; return its result.
+
+        Collective.
+        """
         self.require_world()
         found: list[T] = []
         start_on(self.comm, lambda: found.append(function())).wait()
@@ -201,7 +204,10 @@ class RowExchange:
         return take(values, places_of(keys[np.searchsorted(keys, keys_of(rows, 0))]))
 
     def _cross(self, given: Mapping[int, Tensor]) -> list[Tensor]:
-        """Send tensors to owners; return the tensors received, by owner. Collective."""
+        """Send a tensor to each owner in ``given``; return the tensor received from each owner.
+
+        Collective.
+        """
         nothing = next(iter(given.values()))[:0]
         sent = [nothing] * self.comm.size
         for owner, values in given.items():

@@ -99,7 +99,8 @@ class Bags:
 
     Args:
         ids: ids of all bags.
-        offsets: first position of each bag in ``ids``; None for one bag per line of 2-D ``ids``.
+        offsets: first position of each bag in ``ids``; None for ``ids`` of shape ``(bags, ids per
+            bag)``.
         keep: mask of the ids that are not padding.
     """
 
@@ -110,7 +111,7 @@ class Bags:
             starts = offsets.cpu().numpy()
         sizes = np.diff(np.append(starts, ids.size)).astype(np.int64)
         self.num, self.keep = len(sizes), keep
-        self.number = np.repeat(np.arange(self.num), sizes)[keep]  # bag of each id
+        self.number = np.repeat(np.arange(self.num), sizes)[keep]  # index of the bag of each id
         self._sizes = np.bincount(self.number, minlength=self.num)
         self.offsets = np.cumsum(self._sizes) - self._sizes
 

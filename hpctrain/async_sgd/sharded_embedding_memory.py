@@ -62,7 +62,7 @@ class NodeRows:
             self._rows, self._marks = self.as_rows(rows, first.dim), self.allocate(per_rank, how)
             self._own = {"rows": self._rows[own]}  # the state of the optimizer is added below
             self._is_stored = self._marks[own]
-            self._stored = torch.from_numpy(self._is_stored)  # its version counts writes
+            self._stored = torch.from_numpy(self._is_stored)  # its version counts writes by torch
             for name, width in widths.items():
                 kept = _private(per_rank * width * itemsize, how)
                 self._own[name] = self.as_rows(kept, width)
@@ -118,7 +118,10 @@ class NodeRows:
     # -- checkpoints --------------------------------------------------------------------------
 
     def pieces(self) -> dict[str, TensorPiece]:
-        """Return this rank's rows, state and flags, with their positions in the table. Local."""
+        """Return this rank's rows, optimizer state and ``is_stored`` flags, with their positions.
+
+        Local.
+        """
         found = {}
         for name, whole in {**self._own, "is_stored": self._stored}.items():
             values = whole[: self._owners.size]
@@ -143,7 +146,7 @@ class NodeRows:
                 f"a table must load the state of the same optimizer, with tensors {sorted(own)}, "
                 f"got {sorted(pieces)}; make the table with the optimizer of the saved table"
             )
-        if state["table"] != what:  # rows that were never stepped are not in the state
+        if state["table"] != what:  # the arguments determine rows that were never stepped
             raise CheckpointError(
                 f"a table must be made with the arguments of the saved table, but this table has "
                 f"{what}, and the saved table has {state['table']}; make the table with the "
@@ -180,7 +183,7 @@ def require_memory(
 ) -> None:
     """Raise ``NodeMemoryError``, on all ranks, if a node has too little memory. Collective.
 
-    The kernel allocates pages at the first write, when an error cannot be raised any more.
+    The kernel allocates pages at the first write, when it is too late to raise an error.
 
     Args:
         comm: all ranks.

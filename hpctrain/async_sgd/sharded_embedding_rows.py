@@ -1,7 +1,7 @@
 """Operations on rows of a table: keys, copies, and sums by row.
 
-A key combines the number of a row and the place of one of its values in a tensor ``(places, dim)``
-into one integer, so that sorting keys groups the places by row.
+A key is an integer that contains the number of a row and a place: the index, in a tensor of shape
+``(places, dim)``, of a vector that belongs to the row. Sorting keys groups the places by row.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Places: TypeAlias = NDArray[np.int64]
-"""Row numbers, keys, or places of values in a tensor, 1-D."""
+"""1-D array of row numbers, keys or places."""
 Bytes: TypeAlias = NDArray[np.uint8]
 
 CHUNK_BYTES = 1 << 20
@@ -34,7 +34,7 @@ def rows_of(keys: Places) -> Places:
 
 
 def places_of(keys: Places) -> Places:
-    """Return the places of values that are encoded in keys."""
+    """Return the places that are encoded in keys."""
     return keys & _PLACES
 
 
@@ -45,7 +45,7 @@ def keys_at(rows: Places, first: int = 0) -> Places:
 
 def take(rows: Tensor, places: Places) -> Tensor:
     """Return a copy of the rows at ``places``, ``(len(places), width)``."""
-    if rows.dtype is torch.float32 and len(places):  # embedding_bag prefetches rows
+    if rows.dtype is torch.float32 and len(places):  # faster, since embedding_bag prefetches rows
         return bag_sums(rows, places, np.arange(len(places)))
     return rows.index_select(0, torch.from_numpy(places))
 
@@ -59,7 +59,7 @@ def bag_sums(rows: Tensor, places: Places, starts: Places) -> Tensor:
 
 def put(rows: Tensor, places: Places, values: Tensor) -> None:
     """Write ``values`` to the rows at ``places`` of a contiguous ``(rows, width)``."""
-    # With one item per row, np.put copies whole rows.
+    # With a dtype of the size of a row, np.put copies whole rows.
     kind = np.dtype((np.void, rows.shape[1] * rows.itemsize))
     there, given = (each.contiguous().numpy().view(kind)[:, 0] for each in (rows, values))
     np.put(there, places, given)
@@ -68,7 +68,7 @@ def put(rows: Tensor, places: Places, values: Tensor) -> None:
 class Buffers:
     """Pool of result buffers; a buffer is reused after its last result was deleted.
 
-    Page faults of new memory take several times as long as the copy into it.
+    Without the pool, page faults of new memory would take several times as long as the copy.
     """
 
     _MOST = 4  # buffers in the pool
@@ -95,7 +95,7 @@ class RowSums:
     """Sums of the values of each row, computed in chunks; values are added in order of place.
 
     Args:
-        keys: keys of rows and of the places of their values, in any order.
+        keys: keys that contain each row and the places of its values, in any order.
         values: ``(places, dim)``.
     """
 
@@ -134,7 +134,8 @@ class RowSums:
 class RowOwners:
     """Assignment of rows to ranks, and the ranks with which this rank exchanges rows.
 
-    Owners are the ranks, numbered node by node, so that the rows of a node are one range.
+    Owners are the ranks in the order of their nodes, so that the rows of a node are one range:
+    owner i is rank ``ranks[i]``.
 
     Args:
         num_rows: number of rows of the table.
@@ -177,6 +178,6 @@ class RowOwners:
         return min(first, self.num_rows), min(first + self.per_rank, self.num_rows)
 
     def keys_for(self, parts: Sequence[Places], owner: int) -> Places:
-        """Return the keys in ``parts``, each a sorted array, whose rows ``owner`` stores."""
+        """Return the keys in ``parts``, sorted arrays, of the rows that ``owner`` stores."""
         bounds = keys_of(np.array(self.range_of(owner)), 0)
         return np.concatenate([keys[slice(*np.searchsorted(keys, bounds))] for keys in parts])

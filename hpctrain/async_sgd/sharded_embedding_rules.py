@@ -57,7 +57,7 @@ class RowAdagrad(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"square": 1}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Update the accumulators, and the rows by gradients over the accumulators' roots."""
+        """Update the accumulators; then subtract ``lr * grads / (sqrt(square) + eps)``."""
         del step
         total = state["square"].add_(grads.square().mean(dim=1, keepdim=True))
         rows.addcdiv_(grads, total.sqrt().add_(self.eps), value=-self.lr)

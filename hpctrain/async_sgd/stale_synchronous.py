@@ -24,8 +24,9 @@ class StaleSynchronous(AsyncMethod):
     updates of steps before c by other workers that the servers have received. The values never
     include updates of step c or later. An update is one optimizer step by the mean gradient of all
     workers in one step, summed in rank order on each node. Values that a worker reads ahead of the
-    slowest worker include steps by incomplete means; after the last gradient of a step has
-    arrived, the servers take that step once, by the mean of all gradients.
+    slowest worker include steps by incomplete means, in which missing gradients count as zeros.
+    After the last gradient of a step has arrived, the servers take that step once, by the mean of
+    all gradients.
 
     With ``staleness=0`` the method is synchronous SGD, for any elementwise optimizer. The results
     are bitwise equal to ``DistributedOptimizer`` on one and two nodes; on more nodes sums have
@@ -44,11 +45,11 @@ class StaleSynchronous(AsyncMethod):
         model: module with equal parameters and buffers on every rank.
         optimizer: a plain torch optimizer that updates each element independently, with the same
             options on every rank in each step. The servers store the state.
-        staleness: steps that a worker may be ahead of the slowest worker. Each rank stores
-            ``staleness + 1`` gradients and the values in node memory.
-        servers: ranks that store the parameters; a number of dedicated ranks, which are the last
-            ranks; or a list of dedicated ranks. With None all ranks are workers, and in a world of
-            N ranks about 4 log2(N) of them, or all, also serve.
+        staleness: number of steps by which a worker may be ahead of the slowest worker. Each rank
+            stores ``staleness + 1`` gradients and the values in node memory.
+        servers: ranks that store the parameters: a number of dedicated ranks, which are the last
+            ranks, or a list of dedicated ranks. With None all ranks are workers, and in a world of
+            N ranks about 4 log2(N) ranks, at most N, also serve.
         curvature: largest eigenvalue of the Hessian, to warn if the learning rate is too large
             for the observed staleness; None for no warning.
 

@@ -33,7 +33,7 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
 
 
 class StalenessHistogram:
-    """Counts the staleness of gradients; warns once if the learning rate is too large for it.
+    """Counts gradients by staleness; warns once if the learning rate is too large.
 
     Args:
         curvature: curvature of the loss; None (unknown) disables the warning.

@@ -73,7 +73,7 @@ class AdaptiveOptimizer(Optimizer):
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
         """Return the names of the entries of a parameter's state.
 
-        ``step`` is a number; the other entries are tensors in the shape of the parameter.
+        ``step`` is a scalar tensor; every other entry is a tensor of the parameter's shape.
         """
 
     @abstractmethod
@@ -93,7 +93,7 @@ class AdaptiveOptimizer(Optimizer):
                     )
 
     def _tensors_of(self, group: Mapping[str, Any]) -> list[list[Tensors]]:
-        """Return lists of parameters, gradients and state entries, by device and dtype."""
+        """Return, for each device and dtype, the lists of parameters, gradients and state."""
         rows, names = defaultdict(list), self.state_names(group)
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -109,12 +109,15 @@ class AdaptiveOptimizer(Optimizer):
 
 
 def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
-    """Return ``weights / below`` for each tensor, or 1 if ``weights`` or ``other`` is 0."""
+    """Return ``weights / below`` elementwise; 1 where ``weights`` or ``other`` is 0."""
     return torch.where((weights > 0) & (other > 0), weights / below, 1.0)
 
 
 def multiply_(tensors: Tensors, factors: Tensor) -> None:
-    """Multiply each tensor by a float64 factor, which may exceed the range of its dtype."""
+    """Multiply each tensor in place by its float64 factor.
+
+    A factor may exceed the range of the tensor's dtype.
+    """
     first = factors.clamp(1.0 / _LARGEST, _LARGEST)
     foreach_mul_(tensors, first.tolist())
     if not torch.equal(first, factors):

@@ -18,8 +18,9 @@ _MOST_NAMES = 3
 def exclusions(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Return two parameter groups: norms and biases (with ``options``), and all others.
 
-    Norms and biases are the parameters with at most one dimension. For an optimizer without
-    ``adapt`` call ``exclusions(model, weight_decay=0)``.
+    Norms are the parameters of normalization layers. Norms and biases are recognized by their
+    number of dimensions, at most one. For an optimizer without ``adapt`` call
+    ``exclusions(model, weight_decay=0)``.
 
     Args:
         model: module whose parameters are grouped.

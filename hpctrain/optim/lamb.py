@@ -22,7 +22,7 @@ from hpctrain.core.torch_compat import (
 )
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
-_BELOW = 1 - 2**-10  # factor, so that averages of the largest squares do not become infinite
+_BELOW = 1 - 2**-10  # factor that keeps averages of the largest squares finite
 
 
 class LAMB(AdaptiveOptimizer):
@@ -34,21 +34,22 @@ class LAMB(AdaptiveOptimizer):
         w = w - lr * phi(|w|) / |r| * r                       phi / |r| is 1 if either is 0
 
     Some implementations first clip the norm of all gradients to 1: call
-    ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``. A step limits gradients to the
-    largest number with a finite square, 1.8e19 in float32.
+    ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``. A step clamps gradients, in
+    place, so that their squares are finite: to 1.8e19 in float32.
 
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2. Nado et al. 2021, arXiv:2102.06356,
-    dispute that large batches need LAMB: they reach the same accuracy with tuned Adam.
+    dispute that large batches need LAMB: tuned Adam reaches the same accuracy.
 
     Args:
         params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
         lr: learning rate: norm of a step over norm of the weights.
-        betas: factors of the two moments per step, each at least 0 and below 1.
+        betas: decay factors of m and v per step, each at least 0 and below 1.
         eps: number that is added to the root of the second moment.
-        weight_decay: factor of the weights that are added to the step before its norm is computed.
-        bias_correction: whether to divide the moments by their bias in the first steps.
-        phi: bounds to which norms of weights are clamped; None for no bounds.
-        adapt: whether steps are scaled by norms; False for a factor of 1, as for biases and norms.
+        weight_decay: factor of the weights w in r.
+        bias_correction: whether to correct the bias of the moments toward 0, as in Adam.
+        phi: smallest and largest value of phi(|w|), to which |w| is clamped; None for no bounds.
+        adapt: whether steps are scaled by phi / |r|; False for a factor of 1, as is usual for
+            biases and normalization layers.
 
     Raises:
         ConfigError: an argument is not valid.

@@ -19,7 +19,7 @@ class InverseTimeLR(LRScheduler):
         optimizer: optimizer whose rates change.
         num_steps: number of steps after which the factor is ``1 / (1 + decay)``.
         decay: strength of the decay, at least 0.
-        last_epoch: number of the last step, as in all torch schedulers; -1 to start.
+        last_epoch: index of the last step, named as in all torch schedulers; -1 to start.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -42,16 +42,16 @@ class InverseTimeLR(LRScheduler):
 def linear_scaling(base_batch: float, batch: float) -> float:
     """Return the factor of the learning rate for another batch size: the ratio of the sizes.
 
-    The rule is for SGD and LARS with batches below the noise scale.
+    The rule is for SGD and LARS with batches below the gradient noise scale.
 
     Source: Goyal et al. 2017, arXiv:1706.02677.
     """
-    require(min(base_batch, batch) > 0, "batches must have samples", (base_batch, batch))
+    require(min(base_batch, batch) > 0, "batch sizes must be above 0", (base_batch, batch))
     return batch / base_batch
 
 
 def square_root_scaling(base_batch: float, batch: float) -> float:
-    """Return the factor of the learning rate for another batch size: the root of the ratio.
+    """Return the square root of the ratio of two batch sizes, a factor of the learning rate.
 
     The rule is for Adam and LAMB, whose steps do not grow with the gradient.
 

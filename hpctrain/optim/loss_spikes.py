@@ -8,23 +8,23 @@ from typing import Any
 
 from hpctrain.core.checks import Number, Positive, checked
 
-_TO_SIGMA = 1.4826  # ratio of standard and median absolute deviation, normal distribution
+_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 _LEAST = 0.01  # smallest deviation as a fraction of the median, for a constant loss
 
 
 class LossSpikes:
     """Detects losses that are far above the recent losses.
 
-    A spike is more than ``deviations`` standard deviations above the median of the last losses.
-    The standard deviation is estimated from the median absolute deviation, on which spikes have
-    little influence, and is at least 1 % of the median. Before half a ``window`` of losses is
-    known, no loss is a spike.
+    A spike is more than ``deviations`` standard deviations above the median of the last ``window``
+    losses. The standard deviation is estimated from the median absolute deviation, on which spikes
+    have little influence, and is at least 1 % of the median. Until ``window / 2`` losses are
+    recorded, no finite loss is a spike.
 
     All ranks must pass the same loss, such as ``optimizer.mean_loss``, to make the same decision.
 
     Args:
-        deviations: standard deviations above the median, above 0.
-        window: number of recent losses, above 0.
+        deviations: distance of a spike from the median, in standard deviations; above 0.
+        window: number of recent losses; above 0.
 
     Raises:
         ConfigError: an argument is not valid.

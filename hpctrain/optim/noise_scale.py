@@ -18,16 +18,17 @@ class NoiseScale:
 
     The expected squared norm of the mean gradient of n samples is ``G2 + S / n``, where G2 is the
     squared norm of the true gradient and S the variance of the gradient of one sample. Every step
-    provides two values of n: the size of the parts of a batch (of ranks or micro-batches), and of
-    the whole batch; both may vary. A part of n samples has weight n, and a step is weighted by its
-    samples. S and G2 are estimated from sums over steps; the sums decay by ``decay`` per step,
-    because the ratio of a single step is dominated by noise.
+    provides this norm for two values of n: the size of a part of the batch (the samples of a rank
+    or a micro-batch), and the size of the whole batch; both sizes may vary. A part of n samples
+    has weight n, and a step is weighted by its number of samples. S and G2 are estimated from sums
+    over steps, because S / G2 of a single step is dominated by noise; each step multiplies the
+    earlier sums by ``decay``.
 
     ``hpctrain.watch_noise(optimizer, noise)`` adds the steps of a ``DistributedOptimizer``;
     programs without a ``DistributedOptimizer`` call ``add``. ``value()`` is the critical batch
     size: at this batch size, training needs twice as many samples as with small batches
-    (``hpctrain plan --noise-scale``). The sums of one rank cover the gradients of this rank; the
-    mean of the sums of all ranks has less noise::
+    (``hpctrain plan --noise-scale``). The attribute ``sums`` of a rank contains only this rank's
+    parts; the mean of ``sums`` over all ranks has less noise::
 
         noise.value(hvd.allreduce(noise.sums))
 
@@ -43,9 +44,10 @@ class NoiseScale:
     def __init__(self, decay: float = 0.99) -> None:
         self._decay = checked("decay", decay, Decay)
         self.sums = torch.zeros(6, dtype=torch.float64)
-        """Count, samples, and samples times squared norm, of parts and then of batches.
+        """Sums over steps, as the state for a checkpoint; shape (6,).
 
-        This is the state for a checkpoint.
+        Elements 0 to 2 are for parts of batches, elements 3 to 5 for whole batches: the number of
+        parts or batches, the number of samples, and samples times squared norm.
         """
 
     def add(self, parts: Iterable[Measured], batch: Measured) -> None:
@@ -54,8 +56,8 @@ class NoiseScale:
         A part without samples is ignored. A step is ignored if a gradient is not finite.
 
         Args:
-            parts: samples and squared gradient norm of some or all parts of a batch.
-            batch: samples and squared gradient norm of the batch.
+            parts: number of samples and squared gradient norm of some or all parts of a batch.
+            batch: number of samples and squared gradient norm of the batch.
         """
         step = torch.zeros(2, 3, dtype=torch.float64)
         for row, found in ((0, parts), (1, [batch])):

@@ -15,8 +15,8 @@ class OptimizerConfig(CheckedFields):
     name: str = "SGD"
     """Class in torch.optim, LARS or LAMB."""
     lr: Positive = 0.05
-    """Peak learning rate for the global batch, or for schedule.base_batch if set; it does not
-    depend on the number of ranks."""
+    """Peak learning rate for the global batch, or for schedule.base_batch if set; independent of
+    the number of ranks."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Other keyword arguments of the class."""
     exempt_norms_and_biases: bool = False
@@ -53,15 +53,15 @@ class ScheduleConfig(CheckedFields):
     name: str = "cosine"
     """How the rate falls after the warm-up: constant, linear, cosine, poly or inverse_time."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments, with their defaults: final of linear and cosine, the last rate divided by
-    the peak (0); power of poly (2); decay of inverse_time, whose last rate is peak / (1 + decay)
-    (1)."""
+    """Keyword arguments of the schedule. linear and cosine: final, the last rate divided by the
+    peak (default 0). poly: power (default 2). inverse_time: decay, for a last rate of peak / (1 +
+    decay) (default 1)."""
     warmup_epochs: AtLeast0 = 0.0
-    """Epochs in which the rate rises linearly, from zero, or from optimizer.lr if base_batch
-    scales it up."""
+    """Epochs in which the rate rises linearly to its peak, from zero, or from optimizer.lr if
+    base_batch makes the peak larger."""
     base_batch: Count = 0
     """Global batch for which optimizer.lr was chosen; the rate is scaled to train.global_batch. 0
-    does not scale it."""
+    for no scaling."""
     scaling: Literal["linear", "square_root"] = "linear"
-    """Factor of base_batch: the ratio of the batches (linear, for SGD and LARS) or its square root
-    (square_root, for Adam and LAMB)."""
+    """Factor of the rate with base_batch: train.global_batch / base_batch (linear, for SGD and
+    LARS), or the square root of this ratio (square_root, for Adam and LAMB)."""

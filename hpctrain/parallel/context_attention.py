@@ -21,7 +21,8 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
     ring, and a rank stores the keys and values of two parts at a time.
 
     Args:
-        query: ``(n, heads, length / size, head_width)``, floating point, on the CPU or a device.
+        query: ``(n, heads, length / size, head_width)`` for n samples and ``size`` ranks, floating
+            point, on the CPU or a device.
         key: tensor of the same shape.
         value: tensor of the same shape.
         mesh: one axis, such as ``build_mesh(cp=2)["cp"]``.
@@ -34,7 +35,8 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         ConfigError: the shapes differ from each other, or the mesh has several axes.
 
     Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Liu et al. 2023, arXiv:2310.01889
-    (ring). Differs: parts are contiguous, so in a ring the first rank waits for the last.
+    (ring). Differs: parts are contiguous; with causal attention in a ring, rank 0 therefore has
+    the least work and waits for the last rank.
     """
     require_one_axis(mesh, "cp")
     if not query.shape == key.shape == value.shape:
@@ -50,7 +52,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         out: Tensor = _Ring.apply(query, key, value, group)  # type: ignore[no-untyped-call]
         return out
     together = torch.stack((query, key, value))
-    # Shape (size, 3, n, heads / size, part, width): index 0 is the destination rank.
+    # Shape (size, 3, n, heads / size, part, width); the first index is the destination rank.
     parts = together.unflatten(2, (size, -1)).movedim(2, 0)
     q, k, v = _exchanged(parts, group).movedim(0, 3).flatten(3, 4)
     seen = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -83,7 +85,7 @@ class _Exchange(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     """Ring attention: this rank's queries attend to one part of the keys and values at a time.
 
-    16-bit tensors are sent in 16 bits, and computed in float32.
+    Keys and values of 16 bits are sent in 16 bits; the computation is in float32.
     """
 
     @staticmethod
@@ -120,8 +122,8 @@ class _Ring(torch.autograd.Function):
                 steep = likely * (gradient @ values.mT - share)
                 of_query += steep @ keys * scale
                 grown = (grown[0] + steep.mT @ query * scale, grown[1] + likely.mT @ gradient)
-            # Gradients are sent together with their keys and values, and after a full turn reach
-            # the rank that owns the part.
+            # Gradients are sent in step with their keys and values, and reach the rank that owns
+            # the part after the last iteration.
             grown = _pass_on(ctx.group, *grown)
         of_query, of_key, of_value = (each.to(key.dtype) for each in (of_query, *grown))
         return of_query, of_key, of_value, None
@@ -132,7 +134,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
-    """Return ``(n, heads, part, part)`` scores; -inf for later positions of the own part."""
+    """Return scores ``(n, heads, part, part)``; with ``is_own``, -inf for keys after the query."""
     scores: Tensor = query @ keys.mT * query.shape[-1] ** -0.5
     if is_own:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

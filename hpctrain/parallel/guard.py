@@ -1,4 +1,4 @@
-"""Comparison of the ranks of a divided model before each forward and each step."""
+"""Check that the ranks of a divided model perform the same operations."""
 
 import weakref
 from collections import Counter
@@ -52,8 +52,8 @@ FORWARD, EVALUATION, STEP = 0, 1, 2
 _RULES = {
     "contents": "ranks must hold the same values of replicated parameters, but differ in {}; "
     "write to replicated parameters on all ranks, or load the model again",
-    "tied": "ranks must treat a weight that stages share identically, but differ in {}; change "
-    "the weight, its gradient and requires_grad on all these stages",
+    "tied": "stages that share a weight must treat the weight identically, but differ in {}; "
+    "change the weight, its gradient and requires_grad on all these stages",
     "pattern": "ranks of a pipeline must clear and clip gradients together, but differ in {}; "
     "call zero_grad() and clip on all ranks, and set learning rates to scale single layers",
     "taken": "ranks of a pipeline must step equally often, but differ in {}; call step() once "
@@ -73,11 +73,14 @@ _RULES = {
     "what": "ranks must take the same steps, but differ in {}; call forward, backward and step() "
     "equally often on all ranks",
 }
-"""Error message of each rule. If ranks violate several rules, the guard reports the last."""
+"""Error message of each rule. Of several violated rules, the guard reports the last one here."""
 _FAULTS = ("", *_RULES)
 _HEAD = 4  # words before the facts: fault, ``is_new``, and a pair that only one axis compares
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Facts that stages do not compare, since stages have different parameters; sent last."""
+"""Facts that stages do not compare, since stages have different parameters.
+
+These facts are the last of a message, so that a message between stages ends before them.
+"""
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Name and parameter of each weight that stages share; None on ranks without the weight."""
@@ -86,9 +89,10 @@ Shared = Sequence[tuple[str, nn.Parameter | None]]
 class Guard:
     """Checks before each training forward and step that all ranks perform the same operation.
 
-    The ranks compare facts: numbers such as checksums of settings and states of gradients, which
-    must be equal. A comparison is an all-reduce of about 20 numbers along each axis of ranks: the
-    axes of the meshes of DTensors, the replicas, and the pipeline stages.
+    The ranks compare facts: numbers that must be equal on all ranks, such as checksums of the
+    optimizer's settings and of the states of gradients. A comparison is an all-reduce of about 20
+    numbers along each axis of ranks: the axes of the meshes of DTensors, the replicas, and the
+    pipeline stages.
 
     Args:
         model: model whose forward and steps are checked; hooks are added to its forward and to the
@@ -104,14 +108,14 @@ class Guard:
         stages: DeviceMesh | None = None,
         shared: Callable[[], Shared] = lambda: (),
     ) -> None:
-        self.num_flags = 0  # number of flags whose maximum every ``compare`` returns
+        self.num_flags = 0  # number of flags in each message; ``compare`` pads with zeros
         self.do_all_step = True
         """Whether every rank of a pipeline trains a parameter and compares before steps."""
         self._model, self._shared = weakref.ref(model), shared
         self._layouts = LayoutFinder(model, stages)
         self._check_weights = Settings.from_env().check_weights
         self._numbers = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
-        # By optimizer: whether all stages had equal settings in the first step.
+        # By index of the optimizer: whether all stages had equal settings in its first step.
         self._are_uniform = dict[int, bool]()
         self._num_steps, self._is_queued = 0, False
         self._taken = Counter[int]()  # steps of each optimizer since the last forward
@@ -169,15 +173,15 @@ class Guard:
         """Raise on all ranks unless all ranks perform the same operation. Collective.
 
         Args:
-            what: ``FORWARD``, ``EVALUATION``, or ``STEP`` plus the number of the optimizer.
+            what: ``FORWARD``, ``EVALUATION``, or ``STEP`` plus the index of the optimizer.
             optimizer: optimizer that takes the step.
             flags: numbers whose maxima over all ranks of this stage are returned.
             batch: checksum of the batch, which the ranks of a pipeline compare.
             is_new: whether the pipeline of this rank must exchange the shapes of messages.
 
         Returns:
-            The maxima of ``flags``; whether ``is_new`` is true on any rank; whether ``batch``
-            differs.
+            The maxima of ``flags``; then 1 if ``is_new`` is true on any rank, else 0; then 1 if
+            ``batch`` differs between ranks, else 0.
 
         Raises:
             ReplicaError: replicated parameters have different values.
@@ -216,7 +220,10 @@ class Guard:
         *,
         compares: bool,
     ) -> tuple[list[int], bool]:
-        """Compare along all axes; return the maxima, and whether ``batch`` differs. Collective."""
+        """Compare along all axes; return the message's maxima, and whether ``batch`` differs.
+
+        Collective.
+        """
         layout = self._layouts.layout
         words = [0, flags[0], *pairs([None, *facts.values()]), *flags[1:]]
         for axis in layout.in_order():
@@ -227,7 +234,7 @@ class Guard:
             words = self._exchanged(words, axis, [*facts], what, batch)
             batch_differs = differ(words[2:4])
             if "tied 0" in facts and what >= STEP and _FAULTS[words[0]] != "what":
-                # These axes do not compare shared weights, but must raise the same error.
+                # The other axes do not compare shared weights, but all ranks must raise an error.
                 for other in layout.in_order():
                     words = self._exchanged(words, other, [*facts], what, None)
         return words, batch_differs
@@ -255,10 +262,10 @@ class Guard:
     def _exchanged(
         self, words: list[int], axis: Axis, names: Sequence[str], what: int, own: int | None
     ) -> list[int]:
-        """Return the maxima of words over an axis; word 0 is the violated rule. Collective.
+        """Return the maxima of words over an axis; word 0 is the index of a violated rule.
 
-        Along the stages, the flags and the facts in ``_SAME`` are not sent. Along other axes, the
-        facts about shared weights are not compared.
+        Collective. Along the stages, the flags and the facts in ``_SAME`` are not sent. Along
+        other axes, the facts about shared weights are not compared.
         """
         hidden = [] if axis.is_stages else [name for name in names if name.startswith("tied")]
         hidden += ["gradients"] * (axis.is_averaged and what < STEP)
@@ -323,7 +330,10 @@ class Guard:
         return sample
 
     def _is_error(self, axis: Axis) -> bool:
-        """Return whether different replicas are an error; else warn. Collective over ``axis``."""
+        """Return True if unequal replicas are an error; otherwise log a warning.
+
+        Collective over ``axis``.
+        """
         if self._check_weights == "error":
             return True
         found = difference(self._sample(axis).by_name(self._num_steps), axis)
@@ -370,7 +380,7 @@ class Guard:
         )
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Return an optimizer's number in order of first steps; None if not of this model."""
+        """Return the optimizer's index in the order of first steps; None if of another model."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:
@@ -422,7 +432,7 @@ def _closed() -> Guard:
 
 
 def guarded(model: nn.Module, **options: Any) -> Guard:
-    """Create and attach a guard of ``model``; close the guards of its modules."""
+    """Create and attach a guard of ``model``; close the earlier guards of its modules."""
     release(model)
     guard = Guard(model, **options)
     attach(model, guard)

@@ -42,13 +42,13 @@ def crc(what: object) -> int:
 
 
 def part(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, not a new object; other tensors unchanged."""
+    """Return the local tensor object of a DTensor, without creating a view; else ``tensor``."""
     here: Tensor = getattr(tensor, "_local_tensor", tensor)
     return here
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Return whether each rank holds a part of ``tensor``."""
+    """Return whether ``tensor`` is a DTensor that is not replicated on all axes of its mesh."""
     return isinstance(tensor, DTensor) and not all(
         isinstance(one, Replicate) for one in tensor.placements
     )
@@ -63,7 +63,7 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def mark(parameters: Sequence[nn.Parameter]) -> None:
-    """Record version and largest element of each gradient as the result of backward."""
+    """Record the version and the largest absolute element of each gradient, after backward."""
     held = [p.grad for p in parameters if p.grad is not None]
     sizes = _sizes(held)
     for gradient in held:
@@ -96,11 +96,12 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return four rows of numbers, whose maxima over all ranks ``is_clamp`` evaluates.
+    """Return a matrix of 4 rows, of which ``is_clamp`` evaluates the maxima over all ranks.
 
-    Each row has one column per parameter. Row 0: negative of the largest element of a gradient
-    that changed without a counted write. Row 1: largest element of an unchanged gradient. Rows 2
-    and 3: for all other gradients, the index in ``STATES`` and its negative.
+    Each column describes the gradient of one parameter. Row 0: negative of the largest absolute
+    element, if the gradient changed without a write that its version counts. Row 1: the largest
+    absolute element of an unchanged gradient. Rows 2 and 3: for any other gradient, its index in
+    ``STATES``, and the negative of the index. All other elements are -inf.
     """
     states = states_of(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -119,7 +120,8 @@ def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
 def is_clamp(bounds: Tensor) -> bool:
     """Return whether ``clip_grad_value_`` on all ranks can have caused the changed gradients.
 
-    If so, no unchanged part of a gradient exceeds a part that changed on another rank.
+    After ``clip_grad_value_``, no element of an unchanged part of a gradient exceeds the largest
+    element of a part that changed on another rank.
 
     Args:
         bounds: maxima over all ranks of the rows of ``bounds_of``.
@@ -132,7 +134,7 @@ def is_clamp(bounds: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor, or of DTensor operations on a divided one."""
+    """Return the number of writes to a tensor; for a divided DTensor, of DTensor operations."""
     own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
     return version_of(tensor) + own
 
@@ -155,7 +157,7 @@ def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _has_all(tensor: DTensor) -> Iterator[bool]:
-    """Yield, for each dimension, whether every rank has at least one element along it."""
+    """Yield, for each dimension, whether every rank has at least one index of this dimension."""
     parts = [1] * tensor.ndim
     for one, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if not isinstance(one, Replicate):

@@ -23,7 +23,7 @@ class Axis(NamedTuple):
     replicated: Named
     is_stages: bool = False
     is_averaged: bool = False  # whether gradients of replicas differ until the step
-    is_replica: bool = False  # whether a rank has all parameters, and may change its copy
+    is_replica: bool = False  # whether each rank has its own copy of all parameters
 
 
 class GuardLayout(NamedTuple):
@@ -40,10 +40,10 @@ class GuardLayout(NamedTuple):
         return [axis for axis in self.axes if axis.is_stages]
 
     def in_order(self) -> Iterator[Axis]:
-        """Yield all axes except the stages, so that every rank learns of each difference.
+        """Yield all axes except the stages, some twice, so that all ranks get each difference.
 
-        Values of replicas are compared along one axis at a time, so a difference that is found
-        along a later axis is sent along the earlier axes once more.
+        Values of replicas are compared along one axis after another. A difference along a later
+        axis reaches the ranks of an earlier axis only if this axis is yielded again.
         """
         first = [axis for axis in self.axes if axis.replicated]
         yield from first
@@ -67,7 +67,10 @@ def gathered(one: object, axis: Axis) -> list[Any]:
 
 
 def difference(mine: Mapping[str, str], axis: Axis) -> str:
-    """Return the first name whose texts differ between ranks, with texts and ranks, or ""."""
+    """Return the first name whose texts differ between ranks, with texts and ranks; or "".
+
+    Collective over the axis.
+    """
     of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
     ranks = dist.get_process_group_ranks(axis.group)
     for rank, found in zip(
@@ -77,7 +80,7 @@ def difference(mine: Mapping[str, str], axis: Axis) -> str:
     return next((f"{name} ({seen})" for name, seen in differing(of_ranks).items()), "")
 
 
-# Compared by identity, since the known layout of a stage without parameters is equal to it.
+# Compare by identity, since the layout of a stage without parameters is equal to _UNKNOWN.
 _UNKNOWN = GuardLayout((), (), ())
 
 
@@ -109,7 +112,7 @@ class LayoutFinder:
         self.layout = _UNKNOWN
 
     def now(self) -> GuardLayout:
-        """Return the layout of the current parameters; FSDP replaces them during forward."""
+        """Return the layout of the current parameters; FSDP replaces parameters during forward."""
         named, before = self.named(), self.layout.named
         is_known = self.layout is not _UNKNOWN and len(named) == len(before)
         if not is_known or any(p is not q for (_, p), (_, q) in zip(named, before, strict=True)):

@@ -1,4 +1,4 @@
-"""State of a divided model after its last step, which the ranks compare at the end."""
+"""State of a divided model after its last step, which the ranks compare at the end of the run."""
 
 import weakref
 from collections import Counter
@@ -22,16 +22,17 @@ Ranks = tuple[int, ...]
 
 
 class LastStep:
-    """State of a divided model after its last step, for the comparison at the end of the world.
+    """State of a divided model after its last step, which the ranks compare at the end of the run.
 
     The ranks of an axis compare the numbers of steps and the settings of optimizers; ranks with
     replicas also compare values and optimizer state. The stages of a pipeline compare shared
-    weights, the steps since the last batch, and the settings that were equal in all stages.
+    weights, the number of steps since the last batch, and settings, if the settings of all stages
+    were equal in the first step.
 
     Args:
         shared: returns the weights that stages share.
-        taken: steps of each optimizer since the last batch.
-        are_uniform: maps each optimizer number to whether all stages began with equal settings.
+        taken: number of steps since the last batch, by index of the optimizer.
+        are_uniform: whether all stages began with equal settings, by index of the optimizer.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LastStep:
         self._shared, self._taken, self._are_uniform = shared, taken, are_uniform
         self._axes: dict[Ranks, list[Axis]] = {}
         self._samples: dict[Ranks, WeightSample] = {}
-        """Samples of replicas after the last step; a program may change replicas on one rank."""
+        """Samples of replicas after the last step; later changes on one rank are allowed."""
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, int]()
         self._num_steps = Counter[int]()
         self._layout: GuardLayout | None = None
@@ -81,7 +82,7 @@ class LastStep:
                 sample.mark(None)
 
     def left(self, ranks: Ranks, /, *, has_weights: bool = True) -> Mapping[str, str]:
-        """Return the state that the group ``ranks`` compares, as text by name. Not collective."""
+        """Return the state that the ranks of a group compare, as text by name. Not collective."""
         found: dict[str, str] = {}
         for axis in self._axes.get(ranks, ()):
             if axis.is_stages and self._taken:

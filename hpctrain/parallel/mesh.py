@@ -74,10 +74,10 @@ def build_mesh(
 
 
 def _use(device: str) -> None:
-    """Initialize the device, because torch would select GPU LOCAL_RANK, which may not exist."""
+    """Initialize the device; otherwise torch selects GPU LOCAL_RANK, which may not exist."""
     try:
         torch.empty(0, device=device)
-    # Torch raises AssertionError if it was built without this device type.
+    # Torch raises AssertionError if torch was built without this device type.
     except (AssertionError, RuntimeError) as error:
         raise ConfigError(
             f"every rank must have the device of a mesh, but {device!r} failed on a rank: "
@@ -86,7 +86,7 @@ def _use(device: str) -> None:
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes ``dp`` and ``cp`` as one axis, whose ranks average their gradients.
+    """Return the axes ``dp`` and ``cp`` as one axis; its ranks average gradients.
 
     Collective over all ranks at the first call for a mesh; later calls return the same axis.
 
@@ -151,15 +151,15 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:
         raise TopologyError(
-            f"the axes of a mesh must be at least 1 and divide the {topology.size} ranks, got "
-            f"{_words(inner)}, {rest} in all; start a multiple of {rest} ranks, or make an axis "
-            f"smaller"
+            f"the sizes of the axes of a mesh must be at least 1, and their product must divide "
+            f"the number of ranks, {topology.size}, got {_words(inner)}, with the product {rest}; "
+            f"start a multiple of {rest} ranks, or make an axis smaller"
         )
     sizes = {"dp": topology.size // rest if dp is None else dp, **inner}
     if math.prod(sizes.values()) != topology.size:
         raise TopologyError(
-            f"the sizes of the axes of a mesh must multiply to the {topology.size} ranks, "
-            f"got {_words(sizes)}; omit dp, which then is {topology.size // rest}"
+            f"the product of the sizes of the axes of a mesh must be the number of ranks, "
+            f"{topology.size}, got {_words(sizes)}; omit dp, which then is {topology.size // rest}"
         )
     return sizes
 

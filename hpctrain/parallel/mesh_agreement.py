@@ -31,7 +31,7 @@ def require_identical(
 
 
 def signature_of(model: nn.Module) -> list[str]:
-    """Return a line for each parameter: name, shape, dtype, and ``frozen`` if frozen."""
+    """Return a line for each parameter: name, shape and dtype; ``frozen`` if it is not trained."""
     return [
         f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()

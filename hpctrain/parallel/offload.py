@@ -32,7 +32,7 @@ Slots: TypeAlias = dict[str, Tensor]
 
 
 class _Slice(NamedTuple):
-    """Range of elements of a parameter in a bucket, with the number of the parameter group."""
+    """Range of elements of a parameter in a bucket, with the index of the parameter group."""
 
     group: int
     parameter: Any
@@ -89,8 +89,8 @@ class FileState:
         slots, room = iter(self._forms), BUCKET_ELEMENTS
         for number, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
-                # FSDP identifies the local tensor by its storage, and to_local() returns a
-                # wrapper.
+                # FSDP identifies the local tensor by its storage. to_local() would return another
+                # tensor object.
                 local: Any = part(p)
                 whole = next(slots)
                 numel, begin = local.numel(), 0
@@ -106,10 +106,10 @@ class FileState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters that have a gradient, while the next bucket is read ahead.
+        """Update all parameters that have a gradient, bucket by bucket, and read one bucket ahead.
 
-        Removes the parameters from the optimizer, so that the optimizer's own ``step()``, which
-        follows, updates nothing; ``end_step`` restores the parameters.
+        The parameters are then removed from the optimizer, so that the optimizer's own ``step()``,
+        which follows, updates nothing; ``end_step`` restores the parameters.
 
         Raises:
             ConfigError: the options of the optimizer require state that the file does not

@@ -22,22 +22,22 @@ class ParallelConfig(CheckedFields):
     """Number of replicas, which train on different samples; 0 divides the number of ranks by the
     other axes."""
     zero: Annotated[int, Bounds(least=0, below=4)] = 0
-    """State that replicas divide: none (0), that of the optimizer (1), also gradients (2), also
-    parameters (3)."""
+    """State that the replicas divide among themselves: none (0), the state of the optimizer (1),
+    also the gradients (2), also the parameters (3)."""
     offload: str = ""
-    """Memory of the state that zero divides: cpu, for models on GPUs, or a folder on a local disk,
-    for ranks on CPUs; when empty, the memory of the device."""
+    """Where the state that zero divides is stored: cpu, for host memory of ranks with GPUs; a
+    folder on a local disk, for ranks on CPUs; when empty, the memory of the device."""
     sequence: bool = False
     """Whether tp ranks also divide activations between layers, along the sequence."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Schedule of the pipeline: hpctrain guide parallel. zbv is not supported, because torch
-    cannot evaluate a model with it."""
+    cannot evaluate a model with this schedule."""
     micro_batches: Count = 0
-    """Number of micro-batches into which the pipeline divides the samples of a replica; 0 for 2 *
-    pp."""
+    """Number of micro-batches into which the pipeline divides the samples of a replica; 0 for
+    twice pp."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Operations that layers between the first and the last compute again in backward, to save
-    memory: none, all but matrix products (selective), or all (full)."""
+    """Operations that backward repeats, to save memory, in all layers except the first and the
+    last: none, all but matrix products (selective), or all (full)."""
     roles: Mapping[str, Any] = field(default_factory=dict)
     """How tp divides modules, by patterns of their names, such as "*.up" = "column"; when empty,
     the attribute parallel_roles of the model."""

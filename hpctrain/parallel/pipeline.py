@@ -43,7 +43,7 @@ class Pipeline:
         model: whole model, identical on all ranks, with equal weights.
         mesh: one axis, such as ``build_mesh(pp=2)["pp"]``.
         layers: names of the modules that forward calls one after another, in this order; ``*``
-            matches any part: ``["embedding", "blocks.*", "head"]``.
+            matches a part of a dotted name: ``["embedding", "blocks.*", "head"]``.
         loss: function of the output of the last layer and the target of a micro-batch that
             returns the mean loss.
         num_microbatches: number of equal parts of a batch; for ``1f1b`` at least the number of
@@ -51,8 +51,8 @@ class Pipeline:
         schedule: ``gpipe`` or ``1f1b`` with one stage per rank; ``interleaved``, ``zero_bubble``
             or ``zbv`` with two stages per rank.
         stages_per_rank: number of stages of each rank, for ``interleaved`` and ``zero_bubble``.
-            With these, the number of micro-batches M on P ranks must be a multiple of ``M // P``,
-            such as a multiple of P.
+            With these schedules on P ranks, the number of micro-batches M must be a multiple of
+            ``M // P``, for example a multiple of P.
         sample: micro-batch with which the layers are timed to balance the stages; None to balance
             stages by the number of parameters.
         wrap: function that is applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
@@ -97,7 +97,7 @@ class Pipeline:
         chain, rank_of = layers_of(model, layers), self._schedule.rank_of
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, len(rank_of))
-        """Layer numbers of each stage."""
+        """Indices of the layers of each stage."""
         self._device = next(model.parameters()).device
         release(model)
         self._place(chain, wrap)

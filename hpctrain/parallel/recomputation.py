@@ -28,7 +28,7 @@ def recompute(model: nn.Module, blocks: Sequence[str], *, selective: bool = Fals
 
     Args:
         model: model, changed in place.
-        blocks: names of modules, in which ``*`` matches any part: ``["blocks.*"]``.
+        blocks: names of modules; ``*`` matches a part of a dotted name: ``["blocks.*"]``.
         selective: whether to store also the results of weight matrices and fused attention, so
             that only cheap operations are repeated: norms, activations, unfused scores.
 

@@ -42,8 +42,8 @@ class ShardedOptimizer(Optimizer):
         """Defer communication to the next backward outside the block, for gradient accumulation.
 
         In stage 1, gradients stay unsharded inside the block, and the next backward outside the
-        block averages them. In stages 1 and 2, parameters stay unsharded until that backward.
-        Gradients accumulate with or without the block.
+        block averages the gradients. In stages 1 and 2, parameters stay unsharded until this
+        backward. Gradients accumulate with or without the block.
         """
         gradients = self._gradients
         gradients.sync(is_last=False)
@@ -147,7 +147,7 @@ def before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the closure, if any, then ``Gradients.settle``; called before ``step()``.
 
-    The closure computes the gradients, so it must run before ``settle``.
+    The closure computes the gradients, which ``settle`` compares.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     with torch.enable_grad():

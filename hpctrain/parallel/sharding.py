@@ -49,8 +49,8 @@ def shard(  # noqa: PLR0913 - independent options
     Forward and backward gather the parameters of one layer at a time. Backward averages the
     gradients and stores on each rank the part that the rank's optimizer updates. The stage
     determines which tensors are complete on every rank, and so the memory. With Adam, a 16-bit
-    ``compute_dtype`` and N ranks, the maximum of bytes per parameter, without activations and the
-    layer in use, is:
+    ``compute_dtype`` and N ranks, the maximum number of bytes per parameter element, without
+    activations and the layer in use, is:
 
     1. complete parameters from forward to backward, and complete gradients inside ``no_sync()``:
        4 + 12 / N;
@@ -58,7 +58,7 @@ def shard(  # noqa: PLR0913 - independent options
     3. no complete tensors: 16 / N.
 
     Args:
-        model: module with the same structure on all ranks, whose forward runs the same layers on
+        model: module with the same structure on all ranks; forward must run the same layers on
             all ranks. The parameter values of rank 0 are used. A tensor parallel model can be
             sharded along another axis.
         optimizer: elementwise optimizer of parameters of the model, with or without state; a

@@ -84,7 +84,7 @@ def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]
 
 
 def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return modules by name, in the order of ``names``; ``*`` matches any part of a name.
+    """Return modules by name, in the order of ``names``; ``*`` matches a part of a dotted name.
 
     Raises:
         ConfigError: a name matches no module.
@@ -95,7 +95,7 @@ def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a pipeline, in the order of ``names``; ``*`` matches any part.
+    """Return names and layers of a pipeline, in the order of ``names``, as in ``matching``.
 
     Raises:
         ConfigError: a name matches no module, or a parameter of the model is in no layer.
@@ -188,7 +188,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return layer numbers and names for each parameter that several layers share."""
+    """Return, for each parameter that several layers share, its layer indices and names."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

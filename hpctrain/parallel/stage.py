@@ -151,7 +151,7 @@ class PipelineSchedule:
     def make_stages(
         self, modules: Mapping[int, nn.Module], device: torch.device, group: Any
     ) -> list[Stage]:
-        """Return the stages of this rank, given their modules by stage number."""
+        """Return the stages of this rank, given their modules by index of the stage."""
         total = len(self.rank_of)
         stages = [Stage(one, n, total, device, group=group) for n, one in modules.items()]
         for stage in stages:

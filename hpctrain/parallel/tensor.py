@@ -51,8 +51,8 @@ def tensor_parallel(
             of rank 0 are used.
         mesh: one axis, such as ``build_mesh(tp=2)["tp"]``.
         roles: role by module name, in which ``*`` matches any text. ``column`` and ``row`` are for
-            ``nn.Linear``; ``vocabulary`` is for the embedding, whose rows are divided, and for the
-            last layer, whose scores become a ``DTensor`` divided by class, for
+            ``nn.Linear``. ``vocabulary`` divides the rows of the embedding, and the classes of the
+            last layer: its output becomes a ``DTensor``, for
             ``torch.distributed.tensor.parallel.loss_parallel``.
         sequence: whether activations between blocks are divided along dimension 1; requires an
             embedding with the role ``vocabulary``.
@@ -61,11 +61,12 @@ def tensor_parallel(
         The model.
 
     Raises:
-        ConfigError: a role does not match its module or has no counterpart, a name matches no
-            module or has two roles, a matrix cannot be divided, a parameter belongs to no layer or
-            is divided already, or with ``sequence`` an embedding has no role or a module outside
-            of ``column`` and ``row`` mixes positions. Also raised by forward for tokens outside of
-            the vocabulary, and by the first forward for attention to a part of a sequence.
+        ConfigError: a name matches no module, a module has two roles, a role does not match its
+            module or has no counterpart, a matrix cannot be divided, or a parameter belongs to no
+            layer or is divided already. With ``sequence``: an embedding has no role, or a module
+            outside of ``column`` and ``row`` mixes positions. Also raised by forward for tokens
+            outside of the vocabulary, and by the first forward for attention to a part of a
+            sequence.
         MismatchError: the ranks have different models, roles or ``sequence``; on every rank of the
             mesh. Also raised by the first forward for different samples, and by forward 1, 2, 4, 8
             and so on for different random states.

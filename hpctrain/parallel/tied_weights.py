@@ -21,7 +21,7 @@ class TiedWeights:
 
     Args:
         chain: names and layers of the whole model.
-        rank_of: pipeline rank of each layer, by number of the layer.
+        rank_of: pipeline rank of each layer, by index of the layer.
         mesh: axis of the pipeline.
         model: chain that will contain the layers of this rank.
     """

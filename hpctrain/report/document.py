@@ -31,7 +31,7 @@ _LATEX = {
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Table of a document; the cells of a column are text, such as ``value`` of ``value_cell``."""
+    """Table of a document: the heads of the columns, and the cells of each row."""
 
     title: str
     heads: Sequence[str]
@@ -71,7 +71,7 @@ class Document:
     about: str  # lines above each figure: machine, model, versions and date
 
     def markdown(self, images: Sequence[str]) -> str:
-        """Return the document as Markdown; ``images`` are the paths of the pages of figures."""
+        """Return the document as Markdown; ``images`` has the path of the image of each page."""
         lines = [f"# {_line(self.title)}"]
         for section in self.sections:
             lines += ["", f"## {_line(section.title)}"]
@@ -84,14 +84,14 @@ class Document:
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
-        """Return the tables as LaTeX for the command input; no package is needed."""
+        """Return the tables for LaTeX's ``input`` command; no LaTeX package is needed."""
         found = []
         for section in self.sections:
             found += [_latex(block) for block in section.blocks if isinstance(block, Table)]
         return "\n".join(found)
 
     def write_pdf(self, path: Path) -> None:
-        """Write the document as PDF, one page for each page of figures.
+        """Write the document as PDF: first text and tables, then the pages of figures.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -170,8 +170,8 @@ def _escaped(text: str) -> str:
 class _Layout:
     """Places text and tables on upright pages of A4.
 
-    matplotlib has no flow of text, so lines are broken by the average width of a character, and
-    columns are placed by the exact widths of their texts.
+    matplotlib does not lay out paragraphs. Lines are therefore broken after a number of
+    characters, and columns are placed by the exact widths of their texts.
     """
 
     WIDTH, HEIGHT, MARGIN = 8.27, 11.69, 0.75  # inches
@@ -182,7 +182,7 @@ class _Layout:
     def __init__(self, new_canvas: Any) -> None:
         self._new_canvas = new_canvas
         self._pages: list[Any] = []
-        self._y = 0.0  # inches of the page that remain above the lower edge
+        self._y = 0.0  # position of the last line, in inches above the lower edge of the page
 
     def pages_of(self, document: Document) -> list[Any]:
         """Return the pages with the text of a document."""
@@ -191,7 +191,7 @@ class _Layout:
             self._text(line, 15, weight="bold")
         for section in document.sections:
             self._skip(0.12)
-            self._reserve(1.6)  # no title at the end of a page, and no short script on two
+            self._reserve(1.6)  # avoids a title at the end of a page, or a divided short script
             self._text(_line(section.title), 11, weight="bold")
             for block in section.blocks:
                 self._skip(0.06)
@@ -228,7 +228,7 @@ class _Layout:
         self._pages[-1].text(x / self.WIDTH, y / self.HEIGHT, text, fontsize=size, **look)
 
     def _table(self, table: Table) -> None:
-        """Draw a table with rules above, below the heads and below; numbers end at the right."""
+        """Draw a table with right-aligned cells, and lines above, below the heads and below."""
         room = self.WIDTH - 2 * self.MARGIN
         rows = [[_cell_lines(cell) for cell in row] for row in (table.heads, *table.texts())]
         size, widths = self.SMALL, _widths(rows, self.SMALL)

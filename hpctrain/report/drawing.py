@@ -65,7 +65,7 @@ def draw_page(canvas: Any, figures: Sequence[Figure], about: str) -> Any:
 
 
 def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = "") -> None:
-    """Draw figures in two columns of one file, with a title above and ``about`` below.
+    """Draw figures in two columns into one file, with a title above and ``about`` below.
 
     The suffix of ``path`` selects the format.
 
@@ -95,7 +95,7 @@ def missing(name: str) -> ConfigError:
 
 @contextmanager
 def canvases() -> Iterator[Any]:
-    """Yield a function that creates an empty page of figures.
+    """Yield the class ``matplotlib.figure.Figure``, which creates an empty page.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -104,7 +104,7 @@ def canvases() -> Iterator[Any]:
         from matplotlib import figure, rc_context  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("matplotlib") from None
-    # Names of users may contain "$" but are not formulas.
+    # A "$" in a name must not start a formula.
     with rc_context({"text.parse_math": False}):
         yield figure.Figure
 
@@ -138,7 +138,7 @@ def _draw(axes: Any, figure: Figure) -> None:
         axes.text(0.02, 0.03, text, transform=axes.transAxes, **style).set_in_layout(False)
     named: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-        named.setdefault(label, handle)  # hollow points have the name of the others
+        named.setdefault(label, handle)  # one entry for the hollow and other points of a curve
     if named:
         size = 9 if len(named) < 6 else 7
         look = {"fontsize": size, "frameon": False, "columnspacing": 1.2}
@@ -193,10 +193,10 @@ def _draw_points(axes: Any, series: Series, x: list[Any], place: Any) -> None:
 
 
 def _beside(axes: Any, series: Series) -> Any:
-    """Return a transform that separates error bars of curves at the same x by some points."""
+    """Return a transform that shifts a curve, so that error bars at the same x do not overlap."""
     from matplotlib.transforms import offset_copy  # noqa: PLC0415 - an optional package
 
-    # The limits of the axes do not include points of another transform.
+    # matplotlib ignores points with a transform other than transData in the limits of the axes.
     nothing = [0.0] * len(series.x)
     ends = zip(series.y, series.below or nothing, series.above or nothing, strict=True)
     for x, (y, below, above) in zip(series.x, ends, strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-RANKS = "ranks"  # label of an axis of sizes, which grow by factors
+RANKS = "ranks"  # label of an x axis with numbers of ranks, which is logarithmic
 
 PARTS = {
     "compute_s": "computing",
@@ -33,7 +33,7 @@ class Estimate:
     low: float | None  # None for a single sample
     high: float | None
     confidence: float  # confidence of the interval
-    wanted: float = CONFIDENCE  # requested confidence; few samples give less
+    wanted: float = CONFIDENCE  # requested confidence, which few samples may not reach
 
     @property
     def falls_short(self) -> bool:
@@ -56,7 +56,7 @@ class Series:
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
-        """Return a series of pairs (x, y), in which unknown values of y are omitted."""
+        """Return a series of pairs (x, y), without pairs whose y is None or not finite."""
         known = [(x, y) for x, y in values if y is not None and math.isfinite(_value(y))]
         got = [y for _, y in known if isinstance(y, Estimate)]
         if got:

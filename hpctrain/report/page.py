@@ -25,7 +25,7 @@ Cell = str | tuple[str, float]
 
 
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
-    """Return an HTML page made of HTML fragments; the caller must escape all names in them.
+    """Return an HTML page of HTML fragments; the caller must escape names in the fragments.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -39,7 +39,7 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
         (folder / name).read_text(encoding="utf-8") for name in ("report.html", "report.js")
     )
     plotly = str(get_plotlyjs())
-    # A browser runs only these two scripts, also if a name or an error contains a script.
+    # With these digests a browser runs only the two scripts, even if a name contains a script.
     digests = [b64encode(sha256(each.encode()).digest()).decode() for each in (plotly, script)]
     drawn = {"colours": COLOURS, "figures": [asdict(figure) for figure in figures]}
     return Template(template).substitute(
@@ -57,7 +57,7 @@ def write_page(path: Path, text: str) -> Path:
     with explained_writes("the page", path, "name another file with --out"):
         make_folder(path.parent)
         with publishing(path) as part:
-            # Half of a surrogate pair has no UTF-8 and is replaced by a question mark.
+            # Half of a surrogate pair cannot be encoded, and is replaced by a question mark.
             part.write_text(text, encoding="utf-8", errors="replace")
     return path
 

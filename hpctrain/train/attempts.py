@@ -57,7 +57,7 @@ class RunPart:
     """
 
     part: int = 1
-    """Counted from 1 over all jobs of the run, including parts without a checkpoint."""
+    """Number of the part, from 1, over all jobs of the run; parts without a checkpoint count."""
     ended_by: str | None = None
     """Reason for the end of the previous part, such as ``killed``; None for the first part."""
     job: str = ""  # job id of the scheduler; empty outside a job
@@ -112,7 +112,7 @@ class RunInDirectory:
 
     @property
     def step(self) -> int:
-        """Number of the last finished step."""
+        """Number of finished steps of the run."""
         return self._state.step
 
     def carry_out(
@@ -123,7 +123,7 @@ class RunInDirectory:
         Args:
             config_text: configuration in TOML, to be stored.
             requests: requests to stop.
-            continues: start from the last checkpoint.
+            continues: whether to continue from the last checkpoint.
 
         Raises:
             MismatchError: the run directory cannot be written, or no checkpoint can be read; on
@@ -145,7 +145,7 @@ class RunInDirectory:
         def begin() -> RunPart:
             self._check_lease()
             path, state = directory.metrics, self._state
-            # directory.resume() removes the last records.
+            # Read the records first: directory.resume() removes records after the checkpoint.
             part = RunPart.after(read(path) if path.exists() else ())
             if part.ended_by:
                 self._console.print(part.describe())
@@ -183,7 +183,7 @@ class RunInDirectory:
             metrics.write("started", **facts)
 
     def _environment(self) -> dict[str, Any]:
-        # A single rank does not load MPI.
+        # On a single rank MPI is not loaded, so there is no version to record.
         return environment(version() if self._comm.size > 1 else None)
 
     def _manager(self) -> Manager:
@@ -209,7 +209,7 @@ class RunInDirectory:
         return Metrics(self._directory.metrics, may_write, loggers)
 
     def _check_lease(self) -> None:
-        """Raise CheckpointError on rank 0 if another job has taken the run directory."""
+        """Raise ``CheckpointError`` on rank 0 if another job has taken the run directory."""
         if self._lease is not None:
             self._lease.check()
 

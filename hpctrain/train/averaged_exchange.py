@@ -33,7 +33,7 @@ class AccumulatedExchange(StepExchange):
         comm: all ranks.
         built: identical model on all ranks, and a plain optimizer.
         optimizer: optimizer of this rank.
-        method: weights this rank by its number of samples and combines the gradients.
+        method: object that weights this rank by its number of samples and combines gradients.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class AveragedExchange(AccumulatedExchange):
         self._tables.look_up_empty(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
-        # With several ranks ``watch_noise`` adds the norms. A single rank compares the first
-        # micro-batch with the whole batch.
+        # With several ranks ``watch_noise`` adds the norms. A single rank adds the norm of the
+        # first micro-batch and the norm of the whole batch.
         if self.noise is None or self.comm.size > 1 or num_pieces == 1:
             return
         if number == 1:

@@ -23,7 +23,8 @@ class Boundary:
     """Writes checkpoints and handles stop requests between two steps.
 
     Any rank may receive a stop request, and the clock of rank 0 decides when a checkpoint is due.
-    The step header carries both as flags, so no step needs an additional message.
+    Both are flags in the step header, which all ranks receive, so no step needs an additional
+    message.
 
     Args:
         comm: all ranks.
@@ -54,7 +55,7 @@ class Boundary:
         return bool(self._requests.reason) or is_lost
 
     def requested_flags(self, step: int) -> int:
-        """Return this rank's flags of the step header: a requested stop or checkpoint. Local."""
+        """Return this rank's flags for the step header: a requested stop or checkpoint. Local."""
         flags = STOP if self.is_asked_to_stop else 0
         may_save = self._comm.rank == 0 and time.monotonic() >= self._not_before
         return flags | (SAVE if may_save and self._manager.due(step) else 0)
@@ -71,7 +72,7 @@ class Boundary:
 
         Args:
             state: state of the run.
-            score: larger is better; None without a test.
+            score: score of the model, larger is better; None without a test.
 
         Raises:
             NotFiniteError: parameters are not finite; on all ranks.
@@ -93,7 +94,7 @@ class Boundary:
 
         Args:
             state: state of the run.
-            score: larger is better; None without a finite test.
+            score: score of the model, larger is better; None if the last test is not finite.
 
         Raises:
             CheckpointError: the state cannot be written; on all ranks.

@@ -90,7 +90,7 @@ class DividedState:
                 yield ("optimizer", "state", number, key), _leaf(value)
 
     def wanted(self, tensors: Mapping[str, Record]) -> dict[str, Shard]:
-        """Return the shard of each tensor of a checkpoint that this rank loads. Local.
+        """Return the shard that this rank loads of each tensor in a checkpoint. Local.
 
         Args:
             tensors: records of the tensors in the checkpoint, by path.
@@ -177,7 +177,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a loaded value of the optimizer state, with the placements of its parameter."""
+    """Return a copy of a loaded value of optimizer state, with the placements of ``parameter``."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

@@ -36,7 +36,10 @@ class StopPoll:
         self.is_over = False  # whether any rank has a stop request; identical on all ranks
 
     def ask(self) -> bool:
-        """Return whether a rank has a stop request; poll if due. Collective, before each batch."""
+        """Return whether any rank has a stop request; poll if due.
+
+        Collective: all ranks call this method before each batch.
+        """
         if self._num_batches >= self._every:
             is_first = not self._num_batches  # no batch time yet: poll again after one batch
             batch_s = LOOK_S if is_first else (monotonic() - self._since) / self._num_batches
@@ -124,7 +127,10 @@ def _judge(
 
 
 def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
-    """Return a score from the counts of all ranks; None without samples. Collective."""
+    """Return a score from the sum of ``counts`` over all ranks. Collective.
+
+    ``counts`` is None on ranks without samples.
+    """
     shapes = comm.allgather_object(None if counts is None else tuple(counts.shape))
     shape = next(shape for shape in shapes if shape is not None)
     counts = torch.zeros(shape, dtype=torch.float64) if counts is None else counts

@@ -19,8 +19,8 @@ class FailureRecord:
     """Appends a record ``failed`` if an exception ends the run. Collective.
 
     If all ranks fail together, rank 0 writes the record; otherwise the failing rank writes it,
-    because rank 0 does not receive the reason. A lost rank is not recorded: ``hpctrain status``
-    detects it from the lease.
+    because rank 0 does not receive the reason. The loss of a rank is not recorded:
+    ``hpctrain status`` detects the loss from the lease.
 
     Args:
         directory: directory of the run.
@@ -66,7 +66,7 @@ class FailureRecord:
             raise
 
     def _state(self) -> tuple[int, int] | None:
-        """Return inode and size of the file of records, which change with each record."""
+        """Return inode and size of the file of records; a new record changes at least one."""
         with suppress(OSError):
             found = self._directory.metrics.stat()
             return found.st_ino, found.st_size

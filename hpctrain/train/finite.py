@@ -27,7 +27,7 @@ class _Step:
 
     number: int = 0
     lr: float = 0.0
-    flags: int = 0  # flags of this rank for all ranks
+    flags: int = 0  # flags that this rank sends to all ranks
     buffers: StepValues | None = None  # copies to restore if the step is skipped
     mean_loss: float = math.nan  # mean over the samples of all ranks
     limit: float = math.nan  # mean losses above this value are spikes
@@ -165,8 +165,9 @@ class StepGuard:
     def skip_step(self) -> None:
         """Skip the optimizer step. Collective if the step is collective.
 
-        Parameters and optimizer state do not change, and if training continues, buffers do not
-        change. Other side effects of forward remain, such as draws of random numbers.
+        Parameters and optimizer state do not change; if training continues, buffers have their
+        values before the step. Other side effects of forward remain, such as draws of random
+        numbers.
 
         Raises:
             NotFiniteError: the configuration ends the run; on all ranks.
@@ -186,7 +187,7 @@ class StepGuard:
         self._findings.own = None
 
     def _continue(self, action: str) -> None:
-        """Log the skipped step, after a rollback if ``action`` is ``rollback``. Collective.
+        """Roll back if ``action`` is ``rollback``, and log the skipped step. Collective.
 
         Raises ``NotFiniteError`` on all ranks if too many steps were skipped.
         """

@@ -195,7 +195,7 @@ def number(value: float | None) -> str:
 
 
 def histories(paths: Sequence[Path]) -> list[RunHistory]:
-    """Read several runs, labelled by the shortest ends of their paths that are distinct.
+    """Read several runs; their labels are the ends of their paths, as long as needed to differ.
 
     Raises:
         ConfigError: as ``RunHistory.read``.
@@ -210,7 +210,7 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
 
 
 def labelled(runs: Sequence[RunHistory], name: str) -> list[str]:
-    """Return the text in attribute ``name`` of each run; for several runs, with labels."""
+    """Return the attribute ``name`` of each run, if not empty; for several runs, with labels."""
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 

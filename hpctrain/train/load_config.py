@@ -70,10 +70,10 @@ def load(
 
     Args:
         path: TOML file; None for the defaults.
-        overrides: ``key=value`` each, with a TOML value; other values are text. They take
+        overrides: ``key=value`` each; a value that is not TOML is a string. Overrides take
             precedence over ``environment``.
-        environment: values of ``HPCTRAIN_*`` variables, by attributes of ``Settings``. They take
-            precedence over the file.
+        environment: values of ``HPCTRAIN_*`` variables, by name of the attribute of ``Settings``.
+            These values take precedence over the file.
 
     Raises:
         ConfigError: a key is unknown, or a value is invalid.
@@ -89,7 +89,7 @@ def load(
             values.merge([(_ENVIRONMENT[name], text)], source)
     for override in overrides:
         values.merge([_parse(override)], f"argument --set {override}")
-    folder = absolute(path.parent if path else "").resolve()  # an import may chdir
+    folder = absolute(path.parent if path else "").resolve()  # before an import may chdir
     return LoadedData(config=values.build(), path=path, folder=folder, origins=values.origins)
 
 

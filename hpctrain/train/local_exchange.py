@@ -136,7 +136,7 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank is drawn for the current round."""
+        """Whether this rank is among the ranks that were drawn for the current round."""
         return self.method.takes_part
 
     @property
@@ -182,10 +182,10 @@ class LocalExchange(OwnStepsExchange):
         return found
 
     def _shared_optimizer(self) -> dict[str, Any]:
-        """Return the mean of the optimizer states of all ranks.
+        """Return the mean of the optimizer states of all ranks. Collective.
 
-        The state is empty if the ranks have states of different parameters, as after a reset or
-        before the first samples of a rank.
+        The state is empty if the ranks have states of different parameters, for example after a
+        reset, or if a rank has had no samples yet.
         """
         state, replica = super()._shared_optimizer(), self.method.replica
         if self.states_agree:
@@ -242,7 +242,7 @@ class LocalExchange(OwnStepsExchange):
 
 @contextmanager
 def naming(method: str) -> Iterator[None]:
-    """Convert errors of the constructor of a local method into ``ConfigError`` with its name."""
+    """Convert errors of a method's constructor into ``ConfigError`` with the name ``method``."""
     try:
         yield
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError

@@ -26,7 +26,7 @@ _NO_VALUES = ("event", "step", "epoch")
 
 
 Factory = Callable[[Path, Mapping[str, Any]], Any]
-"""Returns an object with ``write(record)`` and ``close()`` from run folder and configuration."""
+"""Function of run folder and configuration that returns an object with ``write`` and ``close``."""
 
 
 class Loggers:
@@ -158,7 +158,7 @@ class TensorBoardLogger:
     def write(self, record: Record) -> None:
         """Write each value of a record as a scalar."""
         if self._writer is None:
-            # A resumed run writes the records after its checkpoint again.
+            # A resumed run writes the records after its checkpoint again; purge the old ones.
             first = record.get("step", 0) + 1
             make = imported("torch.utils.tensorboard:SummaryWriter")
             self._writer = make(str(self._folder), purge_step=first)

@@ -118,7 +118,8 @@ class TrainingLoop:
     def _finish_epoch(self, epoch: int, *, wants_save: bool = False) -> Stopped | None:
         """Test if a test is due; synchronize the replicas if the run may end here. Collective.
 
-        If a stop request interrupts the test, the resumed run starts with this test.
+        If a stop request interrupts the test, return ``Stopped``; the resumed run then starts with
+        this test.
         """
         state, task = self._state, self._task
         is_last = epoch == task.config.train.epochs
@@ -333,7 +334,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     )
     loss, num_samples = exchange.backward(own, task.forward, guard)
     overflows = task.precision.unscale(task.optimizer)
-    # After an overflow of the loss scaling the gradients are not finite, so only the loss counts.
+    # After an overflow of the loss scaling, gradients are never finite; check only the loss.
     if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
         guard.skip_step()
         return 0.0, 0, False

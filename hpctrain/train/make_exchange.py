@@ -58,8 +58,8 @@ def _check(config: RunConfig, comm: Communicator) -> None:
     if config.log.noise_scale and _name(config) != "averaged":
         raise ConfigError(
             "log.noise_scale must be false with train.shard, train.reproducible, a local "
-            "sync.method or [parallel], because it compares gradients of ranks with their "
-            "average, got true; omit one of them"
+            "sync.method or [parallel], because the noise scale is estimated from the gradients "
+            "of single ranks and their average, got true; omit log.noise_scale or the other key"
         )
     if _name(config) in ("averaged", "sharded") and parallel.dp not in (0, comm.size):
         raise ConfigError(

@@ -25,7 +25,7 @@ RANKS_EVERY_S = 1.0
 
 
 class Metrics:
-    """Appends records to a file without buffering, so a killed run loses at most the last one.
+    """Appends records to a file without buffering; a killed run loses at most the last record.
 
     Args:
         path: file, created if missing; None on ranks that write nothing, where all calls are
@@ -67,7 +67,7 @@ class Metrics:
 
         Args:
             step: number of finished steps.
-            times: lists of seconds by rank.
+            times: by name, a list with the seconds of each rank.
         """
         self._of_ranks = {"step": step, **times}
         if time.monotonic() - self._ranks_at >= RANKS_EVERY_S:
@@ -111,7 +111,7 @@ def cut(path: Path, num_records: int, step: int) -> None:
     Args:
         path: file of records.
         num_records: number of lines to keep.
-        step: also remove records of later steps.
+        step: records of later steps are also removed.
 
     Raises:
         OSError: the file cannot be written.
@@ -137,7 +137,7 @@ def cut(path: Path, num_records: int, step: int) -> None:
 
 
 def result(record: Mapping[str, Any]) -> str:
-    """Return a one-line test result of a finished run; null means not finite."""
+    """Return a one-line test result of a finished run; a metric of None was not finite."""
     metric = record["metric"]
     return f"test {record['metric_name']} {math.nan if metric is None else metric:.4f}"
 
@@ -172,7 +172,8 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     steps, tests = by_event.get("step", []), by_event.get("test", [])
     if not begun or not steps:
         raise ConfigError(f"{file} has no step record yet; wait until the run has recorded a step")
-    # Records have means over steps; the largest excludes a short last step of an epoch.
+    # Records contain means over several steps. The largest mean is the mean of steps with full
+    # batches; the last batch of an epoch may be shorter.
     times = ("compute_s", "communication_s", "input_s")
     batch = max(round(r["samples_per_s"] * sum(r[t] for t in times)) for r in steps)
     share = batch / begun[-1]["world_size"]

@@ -153,7 +153,7 @@ def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]
 
 
 def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.device, str]:
-    """Return the device of the model and the reason of the choice. Local.
+    """Return the device of the model, and the reason for the choice. Local.
 
     Args:
         config: table ``[train]``, of which ``device`` is used.
@@ -201,7 +201,7 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
             recompute(model, [name])
     if not config.compile:
         return
-    # The kernel of a shape must not depend on other shapes.
+    # A kernel must depend only on the shape of its inputs, not on shapes in earlier calls.
     args = {"dynamic": False, **config.compile_args}
     check_arguments(torch.compile, 1, args, "train.compile_args")
     try:
@@ -376,7 +376,7 @@ def with_shard(
         f"parameters are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
         "train.reproducible sums gradients differently": train.reproducible,
-        "ranks divide the model as [parallel] says": config.parallel.divides,
+        "ranks divide the model according to [parallel]": config.parallel.divides,
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
         "log.noise_scale needs the gradients of single ranks": config.log.noise_scale,

@@ -33,10 +33,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class ModelParallel:
-    """This rank's part of a model and of its optimizer. Collective to construct.
+    """This rank's part of a model and of its optimizer.
 
     The averaged gradients equal the gradients of the whole batch on one process, because each
-    replica's mean loss is weighted by its number of samples.
+    replica's mean loss is weighted by its number of samples. The constructor is collective.
 
     Args:
         config: configuration of the run.
@@ -138,7 +138,7 @@ class ModelParallel:
         Args:
             both: inputs and labels of this replica; may be empty.
             loss_of: returns the mean loss of inputs and labels; not called with a pipeline.
-            num_samples: samples of all replicas.
+            num_samples: number of samples of all replicas.
 
         Returns:
             Mean loss of the replica's samples, on each of its ranks; 0 without samples.
@@ -158,7 +158,10 @@ class ModelParallel:
         return value.item() / weight if num_own else 0.0
 
     def _in_pieces(self, inputs: Tensor, labels: Tensor, loss_of: Loss, weight: float) -> Tensor:
-        """Run the same number of micro-batches on every rank, with padding if necessary."""
+        """Run forward and backward of the micro-batches; return the weighted sum of the losses.
+
+        All ranks run the same number of micro-batches, with padding if necessary.
+        """
         value, num_own = torch.zeros((), dtype=torch.float64), len(inputs)
         pieces = min(self._accumulate, self._padding.size)
         cut = (values.tensor_split(pieces) for values in (inputs, labels))
@@ -211,8 +214,8 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` if model or optimizer need data of other parts of the model."""
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
-            "[parallel] must not be used with hpctrain.SyncBatchNorm, which takes statistics over "
-            "all ranks, but the model has one; use another norm, or leave [parallel] out"
+            "[parallel] must not be used with hpctrain.SyncBatchNorm, which computes statistics "
+            "over all ranks, but the model has one; use another norm, or leave [parallel] out"
         )
     if not is_known_as("elementwise", optimizer):
         raise ConfigError(

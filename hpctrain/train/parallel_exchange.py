@@ -105,7 +105,10 @@ class ParallelExchange(StepExchange):
     def test_parts(
         self, values: tuple[Tensor, Tensor], loader: Loader
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield samples and output of a replica on one of its ranks. Collective."""
+        """Yield ``(inputs, labels, output)`` on the leading rank of a replica with samples.
+
+        Collective. Yield nothing on other ranks.
+        """
         del loader
         output = self.method.output(*values)
         if output is not None:

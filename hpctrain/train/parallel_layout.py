@@ -19,7 +19,7 @@ from hpctrain.train.stateful import Precision
 
 
 class ParallelLayout:
-    """Device mesh of all ranks according to ``[parallel]``. Collective to construct.
+    """Device mesh of all ranks according to ``[parallel]``. The constructor is collective.
 
     Ranks of one ``tp``, ``pp`` or ``cp`` group process the same samples; ranks along ``dp``
     process different samples.
@@ -50,7 +50,7 @@ class ParallelLayout:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank reports samples and outputs of its replica; one rank per replica."""
+        """Whether this rank, one per replica, reports samples and outputs of the replica."""
         stage, stages = self.place("pp")
         return stage == stages - 1 and not self.place("tp")[0] and not self.place("cp")[0]
 
@@ -86,11 +86,11 @@ class BatchPadding:
     """Divides a replica's samples along the sequence, and pads the samples to a fixed number.
 
     With a pipeline or sharded parameters, every rank must compute in every step. Batches are
-    padded with copies of a sample, whose loss has weight 0.
+    padded with copies of a sample; the loss of a copy has weight 0.
 
     Args:
         layout: layout of all ranks.
-        global_batch: samples of a full batch of all replicas.
+        global_batch: number of samples of a full batch of all replicas.
     """
 
     def __init__(self, layout: ParallelLayout, global_batch: int) -> None:
@@ -121,7 +121,7 @@ class BatchPadding:
         return mine
 
     def filled(self, *tensors: Tensor, size: int = 1) -> list[Tensor]:
-        """Return results of ``own``, padded to at least ``size`` samples with copies. Local."""
+        """Return ``tensors``, results of ``own``, padded to at least ``size`` samples. Local."""
         return [
             torch.cat([values, spare.expand(size - len(values), *spare.shape[1:])])
             if len(values) < size
@@ -137,7 +137,7 @@ class MicroBatches:
         padding: padding of the batches.
         loss: mean over samples.
         precision: precision of the loss.
-        number: number of micro-batches per pass.
+        number: number of micro-batches of a batch.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class MicroBatches:
         self._number = number
         # Labels, number of samples without padding, weight per sample.
         self._batch = torch.empty(0), 0, 0.0
-        self._outputs: dict[int, Tensor] | None = None  # by their first sample; None in training
+        # Output of each micro-batch, by index of its first sample; None in training.
+        self._outputs: dict[int, Tensor] | None = None
 
     def train(
         self, step: Callable[..., Tensor], inputs: Tensor, labels: Tensor, weight: float

@@ -43,7 +43,7 @@ def load_task(
         path: run directory.
         comm: all ranks.
         overrides: changes of the stored configuration, each ``key=value``.
-        which: checkpoint: ``last``, ``best`` or a number of steps.
+        which: ``last``, ``best``, or the step of a checkpoint.
         split: samples of ``task.test``: ``test``, ``validation``, or ``train``, which includes
             the samples that ``data.validation`` holds out.
 
@@ -243,7 +243,10 @@ def _check_new(path: Path) -> None:
 
 @contextmanager
 def _published(part: Path, path: Path, comm: Communicator) -> Iterator[None]:
-    """Rename the file ``part`` after the block, or remove it on an error. Collective on exit."""
+    """Rename ``part`` to ``path`` after the block; remove ``part`` on an error.
+
+    Collective on exit.
+    """
 
     def publish() -> None:
         _check_new(path)

@@ -33,8 +33,8 @@ _PARTS = ("compute", "communication", "input", "checkpoint")
 class PrometheusLogger:
     """Replaces the file metrics.prom atomically at each record.
 
-    To export it, link the file into the directory ``--collector.textfile.directory`` of
-    node_exporter.
+    To export the metrics, link the file into the directory that node_exporter gets as
+    ``--collector.textfile.directory``.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:

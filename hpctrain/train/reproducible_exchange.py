@@ -67,14 +67,17 @@ class ReproducibleExchange(StepExchange):
         return self.method.own_loss
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return the loss of the batch on rank 0, zeros elsewhere, so that no sum rounds it."""
+        """Return loss and samples of the global batch on rank 0, and zeros on other ranks.
+
+        Sums over the ranks are then exact.
+        """
         del num_samples
         return (loss, batch.num_global) if self.comm.rank == 0 else (0.0, 0)
 
     def test_parts(
         self, values: tuple[Tensor, Tensor], loader: Loader
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield inputs and labels of each micro-shard of this rank."""
+        """Yield ``(inputs, labels, None)`` for each micro-shard of this rank."""
         assert loader.micro_shards is not None
         shards = aligned_parts(values, loader.step_samples, loader.micro_shards, self.method.own)
         for inputs, labels in shards:

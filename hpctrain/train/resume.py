@@ -52,7 +52,7 @@ def continues_run(config: RunConfig, directory: RunDirectory, *, asked: bool) ->
         asked: whether the command has ``--resume``.
 
     Raises:
-        ConfigError: ``asked``, but the directory contains no run, or a run of a newer hpctrain.
+        ConfigError: the run is of a newer hpctrain; or ``asked``, but there is no run.
     """
     directory.check_format()
     if asked and not directory.has_begun():
@@ -75,7 +75,7 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
     Args:
         directory: directory of the run.
         config: configuration of this job.
-        changed: accept keys that affect the trained weights.
+        changed: whether keys that affect the trained weights may differ.
 
     Raises:
         ConfigError: a key that must not change differs.
@@ -143,7 +143,10 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
 
 
 def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
-    """Return the path of the stored plan, which keeps sums identical; None if it does not fit."""
+    """Return the path of the stored plan, which keeps sums bitwise identical.
+
+    Return None if the plan does not fit the nodes, ``[comm]`` or ``engine`` of this job.
+    """
     try:
         stored = StoredPlan.read(directory.plan)
         before = load(directory.config).config

@@ -68,7 +68,7 @@ def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: RunOpt
 
     Args:
         loaded: configuration of the run.
-        environment_settings: values of ``HPCTRAIN_*`` variables, by attributes of ``Settings``.
+        environment_settings: values of ``HPCTRAIN_*`` variables, by attribute of ``Settings``.
         how: options of the command.
 
     Returns:
@@ -86,11 +86,11 @@ class _Run:
         self._started = time.time()
         self._loaded, self._how = loaded, how
         self._directory = RunDirectory(absolute(loaded.config.directory))
-        self._start = absolute("")  # modules of the run may change the directory
+        self._start = absolute("")  # modules of the run may change the working directory later
         self._in_directory: RunInDirectory | None = None
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
-        """Join the world and train; after a loss of ranks, resume with the rest. Collective."""
+        """Join the world and train; if ranks are lost, resume with the others. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
         continues = not how.dry_run and continues_run(config, directory, asked=how.resume)
         if not how.dry_run:
@@ -124,7 +124,7 @@ class _Run:
         self._console = make_console(shown=self._comm.rank == 0)
         if self._how.dry_run:
             return self._train()
-        self._plan_part()  # fails before this job waits for the lease
+        self._plan_part()  # raises errors before this job waits for the lease
         with held(self._directory, self._comm, self._console, force=self._how.force) as lease:
             return self._train(lease)
 
@@ -157,14 +157,14 @@ class _Run:
         text = render(config)
         comm.agree(
             comm.broadcast_object(text) == text,
-            "all ranks must read the same configuration, but this rank read another than rank 0; "
-            "use a file that all ranks see",
+            "all ranks must read the same configuration, but this rank and rank 0 read different "
+            "ones; use a file that all ranks see",
         )
 
         def changes() -> list[str]:
             if continues:
                 return check_same(directory, config, changed=how.changed)
-            # A requeued job waits for the job before, which may have no checkpoint yet.
+            # A requeued job waits for the previous job, which may have no checkpoint yet.
             if not (how.dry_run or how.resume or config.checkpoint.resume == "auto"):
                 directory.check_unused()
             return []

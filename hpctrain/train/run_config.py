@@ -1,6 +1,6 @@
 """Configuration of a run: the tables of the TOML file that belong to no other package.
 
-A field is a key: its type hint is the check, the string below it is its description.
+Each field is a key. Its type hint defines the check, and the string below is its description.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,8 @@ _ON_HOST = (
 _UNCOMPRESSED = "none", "gradients are sent uncompressed"
 _UNAVERAGED = 0, "servers apply gradients before they are averaged"
 
-# By the demand of one key: the values that others must have, and the reason (`require_values`).
+# If a key has a certain value: the values that other keys must have, and the reason
+# (`require_values`).
 _REPRODUCIBLE: _Rules = {
     "data.on_corrupt": ("raise", "skipped samples would move samples between micro-shards"),
     "train.accumulate": (1, "micro-shards accumulate gradients too; set train.micro_shards"),
@@ -111,10 +112,10 @@ class ModelConfig(CheckedFields):
     """Keyword arguments of the target."""
     init_from: str = ""
     """Initial weights: a run directory, a checkpoint, or a .pt or .safetensors file with a state
-    dict. If a run has weights averaged by train.ema, those are used."""
+    dict. Weights that train.ema has averaged are used if the run has them."""
     init_strict: bool = True
-    """Whether all tensors must match in name and shape; if false, tensors that do not match are
-    listed."""
+    """Whether all tensors must match in name and shape; if false, tensors that do not match keep
+    their initial values and are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +147,8 @@ class TrainingConfig(CheckedFields):
     dtype. fp16 scales the loss; all ranks skip a step whose gradients overflow."""
     accumulate: Number = 1
     """Number of micro-batches into which each rank divides its part of a batch, to save memory;
-    gradients are accumulated. Only layers that use batch statistics, such as BatchNorm, give other
-    results."""
+    gradients are accumulated. Results change only with layers that use batch statistics, such as
+    BatchNorm."""
     activation_checkpointing: Texts = field(default_factory=list)
     """Patterns of names of modules, such as "blocks.*", that compute forward again in backward, to
     save memory."""
@@ -177,8 +178,8 @@ class TrainingConfig(CheckedFields):
     The standard deviation is estimated by the median absolute deviation, and is at least 1 % of
     the median."""
     spike_window: Number = 64
-    """Number of previous steps whose losses are compared; no spike is reported before half of them
-    are known."""
+    """Number of previous losses that are compared; no spike is reported before half as many
+    losses are known."""
     snapshot_every: Number = 100
     """With rollback: steps between two snapshots of weights, optimizer state and random number
     generators, which each rank keeps in memory; a rollback skips the batches since the
@@ -186,31 +187,32 @@ class TrainingConfig(CheckedFields):
     lowered_rate: Annotated[float, Bounds(above=0, below=1)] = 0.1
     """With lower_rate: factor of the learning rate in the step of a spike."""
     lowered_steps: Number = 100
-    """With lower_rate: steps in which the learning rate returns to that of the schedule."""
+    """With lower_rate: number of steps in which the learning rate rises to that of the
+    schedule."""
     max_skips: Count = 100
     """Largest number of steps of a run that may be skipped or rolled back before all ranks stop; 0
     for no limit."""
     shard: Literal["none", "node", "auto"] = "none"
-    """Every rank keeps all parameters and the state of the optimizer (none), or a node keeps them
-    once and each of its ranks steps one part (node), which takes less time and memory. Results are
-    bitwise identical, except with clip_norm. auto is node if optimizer and run allow it and a node
-    has two ranks or more."""
+    """Every rank keeps all parameters and the state of the optimizer (none), or the ranks of a
+    node share one copy, and each rank steps one part (node), which takes less time and memory.
+    Results are bitwise identical, except with clip_norm. auto is node if optimizer and run allow
+    it and a node has two ranks or more."""
     master_dtype: Literal["none", "fp32"] = "none"
     """With shard = node: dtype of an additional copy of 16-bit parameters that the optimizer steps
     (fp32)."""
     check_replicas: Literal["test", "never"] | Number = "test"
-    """When to check that all ranks have the same weights: before each test, also every N steps (a
-    number), or never; with a local sync.method only after an averaging."""
+    """When to check that all ranks have the same weights: before each test (test), before each
+    test and every N steps (N), or never; with a local sync.method only after an averaging."""
     on_divergence: Literal["stop", "heal"] = "stop"
     """Action if the weights or the optimizer state of some ranks differ: end the run (stop), or
-    copy the values of the majority of ranks to them and continue (heal)."""
+    copy the values of the majority of ranks to the other ranks and continue (heal)."""
     reproducible: bool = False
     """Bitwise identical results on any number of ranks, on processors of one type; slower, because
     each rank computes its micro-shards one after the other, on one thread."""
     micro_shards: Count = 0
     """With reproducible: number of equal parts of the global batch, a power of two, and the
     largest number of ranks; BatchNorm uses the statistics of one part. 0 takes the smallest number
-    for the ranks of the first start. Results with another number differ."""
+    that is sufficient for the ranks of the first start. Results with another number differ."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
@@ -258,7 +260,7 @@ class TestConfig(CheckedFields):
     """Evaluation of the model on the test data."""
 
     table: ClassVar = "test"
-    __test__ = False  # a name that begins with Test is no test
+    __test__ = False  # pytest must not collect this class
 
     metric: str | Texts = "accuracy"
     """Metric, or a list of metrics: accuracy, top5 (or another number), f1 (macro), auc, loss, or
@@ -307,7 +309,7 @@ class CommConfig(CheckedFields):
 
     @property
     def bucket_bytes(self) -> int:
-        """``bucket_size`` as a number."""
+        """``bucket_size`` in bytes."""
         return parse_size(self.bucket_size)
 
 

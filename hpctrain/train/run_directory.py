@@ -53,11 +53,11 @@ class RunDirectory:
         """Check that this hpctrain can read the files of the run.
 
         Raises:
-            ConfigError: a newer hpctrain wrote them, in a newer format.
+            ConfigError: a newer hpctrain wrote the files, in a newer format.
         """
         try:
             record = json.loads(self.environment.read_bytes())
-        except (OSError, ValueError):  # missing or damaged: readers of the file report it
+        except (OSError, ValueError):  # missing or damaged: readers of the file raise an error
             return
         if isinstance(record, dict) and (fault := fault_of(record, VERSION)):
             raise ConfigError(f"the run {self.path} cannot be read: {fault}")
@@ -134,7 +134,7 @@ class RunDirectory:
         Args:
             config: configuration in TOML.
             plan: content of ``plan.json``.
-            num_records: records to keep; the part writes the later records again.
+            num_records: number of records to keep; the part writes the later records again.
             step: step after which the part continues.
 
         Raises:

@@ -18,7 +18,7 @@ MAX_RANKS = 32  # bars of a figure
 MAX_MARKS = 20
 
 _AVERAGED = 25
-"""By default, curves are averaged over this fraction (1/25) of their records."""
+"""By default, a curve is averaged over 1/25 of its records."""
 _CUT = " Higher peaks are cut off."
 _FEW = 20
 _HIGH = 2.0  # peaks above this multiple of the 95th percentile are cut off

@@ -45,7 +45,7 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
     Args:
         runs: one or more runs.
         path: path of the page.
-        smooth: number of records that curves are averaged over; 0 chooses.
+        smooth: as in ``figures_of``.
 
     Raises:
         ConfigError: plotly is not installed, or the file cannot be written.
@@ -150,7 +150,7 @@ def _begins(run: RunHistory) -> list[list[Cell]]:
 
 
 def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return for each name its value in each table; None if a table lacks the name."""
+    """Return, by name, the values in all tables; None if a table does not have the name."""
     names = dict.fromkeys(name for each in tables for name in each)
     return {name: [each.get(name) for each in tables] for name in names}
 

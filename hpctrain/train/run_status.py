@@ -85,7 +85,7 @@ def _by_exit_code(path: Path) -> Status:
         return Status("killed", f"{path} ended without a last record")
     if code == 0:
         return Status("finished", f"{path} is finished: its program ended with code 0")
-    # srun kills ranks that exit shortly after the first rank.
+    # A signal may also mean that the run was stopped: srun kills ranks that exit after the first.
     if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
         return Status("stopped", f"{path} was stopped, and continues with its next job")
     return Status("failed", f"{path} failed: its program ended with code {code}")

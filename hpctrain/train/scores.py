@@ -25,7 +25,7 @@ class Metric:
     values: Callable[[Tensor, Tensor], Tensor] | None = None
     """Maps (output, label) to one value per sample; None for the loss."""
     counts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Maps (output, label) to integers, ``(k, classes)`` in float64, summed over batches."""
+    """Maps (output, label) to counts in float64, ``(k, classes)``, to be summed over batches."""
     score: Callable[[Tensor], float] | None = None  # computed from the summed counts
 
     def sum_of(self, output: Tensor, label: Tensor) -> float:
@@ -52,7 +52,7 @@ class Scores:
     loss: float
     metric: float  # value of the first metric, which may be the loss
     num_samples: int
-    metrics: dict[str, float] = field(default_factory=dict)  # all of them, by name
+    metrics: dict[str, float] = field(default_factory=dict)  # all metrics, by name
 
     def lines(self, first: str) -> Iterator[str]:
         """Yield one line with the other metrics, then a line with the metric ``first``."""

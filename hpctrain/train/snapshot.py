@@ -12,9 +12,9 @@ from hpctrain.train.task import Task
 class Snapshot:
     """Copy of this rank's weights, buffers, optimizer state and random generators.
 
-    Collective to construct if the ranks divide the model. The step number is not restored,
+    The constructor is collective if the ranks divide the model. The step number is not restored,
     because it counts batches: after a rollback the batches since the snapshot are skipped, and
-    schedule, tests and checkpoints do not move.
+    the schedule, tests and checkpoints keep their steps.
 
     Args:
         task: task of the run.
@@ -53,7 +53,7 @@ class Rollback:
 
     Args:
         task: task of the run.
-        memory: loss statistics, restored too.
+        memory: loss statistics, which are also restored.
         every: number of steps between snapshots.
     """
 

@@ -5,6 +5,9 @@ One implementation per mechanism: ``AveragedExchange``, ``ShardedExchange``, ``L
 each step::
 
     begin, raise_flags -> backward -> clip, clip_values -> step or skip
+
+The step header is a small message that combines the flags and losses of all ranks before their
+gradients are summed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +45,7 @@ class StepBatch:
 
     inputs: Tensor
     labels: Tensor
-    num_samples: int  # samples of this rank; 0 if the last batch of an epoch has too few samples
+    num_samples: int  # samples of this rank; may be 0 in the last batch of an epoch
     num_global: int  # samples of all ranks
 
     @property
@@ -105,7 +108,7 @@ class StepExchange:
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the flags that all ranks receive in the header of this step. Local."""
+        """Add these bits to the flags that all ranks receive in this step's header. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:
@@ -179,7 +182,7 @@ class StepExchange:
     def clip_values(self, max_value: float) -> None:
         """Clip each element of the combined gradient. Local."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if parameters:  # torch raises for an empty list, as on a rank without samples
+        if parameters:  # torch raises for the empty list of a rank without samples
             nn.utils.clip_grad_value_(parameters, max_value)
 
     def step(self) -> None:
@@ -444,7 +447,7 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
         want: tensors of the model.
 
     Raises:
-        CheckpointError: tensors differ; the message lists each of them.
+        CheckpointError: tensors differ; the message lists each difference.
     """
     if lines := misfits(have, want):
         raise CheckpointError(

@@ -36,7 +36,7 @@ class NotFiniteFinding:
         )
 
     def record(self, rank: int) -> dict[str, Any]:
-        """Return an entry of ``metrics.jsonl``; JSON stores losses and norms as text here."""
+        """Return an entry of ``metrics.jsonl``, with loss and norm as text: JSON has no NaN."""
         norm = {} if self.norm is None else {"gradient_norm": str(self.norm)}
         figures = {"loss": str(self.loss), **norm}
         place = {"step": self.step, "epoch": self.epoch, "lr": self.lr}
@@ -102,7 +102,10 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines about the findings of all ranks; empty if an error has them. Collective."""
+        """Return lines about the findings of all ranks; empty if an error contains the findings.
+
+        Collective.
+        """
         if self.is_reported:
             return []
         self.own = self.own or self._older()

@@ -94,14 +94,17 @@ class StepMeter:
         self._num_steps = state["num_steps"]
 
     def shared(self, comm: Communicator) -> dict[str, Any]:
-        """Return the sums of all ranks since the last ``take``, with mean times. Collective."""
+        """Return the sums over ranks since the last ``take``; times are means over the ranks.
+
+        Collective.
+        """
         sums = self._sums.clone()
         comm.allreduce_(sums).wait()
         sums[[2, 3, 4, _CHECKPOINT]] /= comm.size
         return {"sums": sums, "num_steps": self._num_steps}
 
     def load_shared(self, state: Mapping[str, Any], rank: int) -> None:
-        """Continue from ``shared()`` of another number of ranks; rank 0 gets all samples."""
+        """Continue from ``shared()`` of any number of ranks; rank 0 gets all samples and loss."""
         self.load_state_dict(state)
         if rank:
             self._sums[:2] = self._sums[5] = 0.0
@@ -156,7 +159,7 @@ class StepMeter:
 
     def take(self, comm: Communicator) -> Interval:
         """Return the measurements of all ranks since the last call. Collective."""
-        # One row per rank in one allreduce gives sums and times by rank with the same messages.
+        # One allreduce with a row per rank gives the sums over ranks and the times of each rank.
         rows = torch.zeros(comm.size, len(self._sums), dtype=torch.float64)
         rows[comm.rank] = self._sums
         comm.allreduce_(rows).wait()

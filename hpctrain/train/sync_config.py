@@ -28,14 +28,14 @@ class SyncConfig(CheckedFields):
         "downpour",
         "async",
     ] = SYNCHRONOUS
-    """Average gradients in every step (synchronous), or take local steps and average weights
-    (local_sgd, post_local_sgd, hierarchical_local_sgd, diloco, staged_sgd), with an optimizer.lr
-    for a rank's share of the batch. Or parameter servers apply gradients
-    asynchronously: with a bound on the staleness (ssp), every few steps (downpour) or at once
-    (async)."""
+    """Average gradients in every step (synchronous); or take local steps and average weights
+    (local_sgd, post_local_sgd, hierarchical_local_sgd, diloco, staged_sgd), where optimizer.lr is
+    for a rank's share of the batch; or let parameter servers apply gradients asynchronously, with
+    a bound on the staleness (ssp), every few steps (downpour) or at once (async)."""
     steps: Literal["auto"] | Number = 8
-    """Of a local method: steps between two averagings over all ranks; auto chooses them by
-    measurements, so that averaging takes at most the fraction args.share (0.1) of the time."""
+    """Of a local method: number of steps between two averagings over all ranks; auto chooses the
+    number by measurements, so that averaging takes at most the fraction args.share (0.1) of the
+    time."""
     compression: Annotated[str, Bounds(names=COMPRESSIONS)] = "none"
     """Codec of gradients that are sent between nodes, or of the data that replicas of a local
     method exchange: none, fp16, bf16, int8, or another codec of hpctrain guide compression. auto
@@ -43,13 +43,13 @@ class SyncConfig(CheckedFields):
     compression_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the codec, such as rank = 4 for power_sgd."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of the method: of a local method such as state = "average"; of
-    post_local_sgd also start_epochs; of staged_sgd warmup_epochs and cooldown_epochs, by default a
-    tenth of the run each; of downpour n_push, n_fetch and rate; of async staleness_aware; of ssp,
-    downpour and async curvature."""
+    """Other arguments of the method. Local methods: such as state = "average". post_local_sgd:
+    also start_epochs. staged_sgd: also warmup_epochs and cooldown_epochs, by default a tenth of
+    the run each. downpour: n_push, n_fetch, rate and curvature. async: staleness_aware and
+    curvature. ssp: curvature."""
     staleness: Count = 2
-    """Most steps that a rank may be ahead of the slowest rank, with ssp and async; with downpour,
-    most pushes."""
+    """With ssp and async: largest number of steps by which a rank may be ahead of the slowest
+    rank. With downpour: largest number of pushes."""
     fraction: Fraction = 1.0
     """Of a local method: fraction of the ranks, but at least one rank, that takes part in a round;
     drawn for each round by the seed of the run. The other ranks skip the steps of the round."""
@@ -69,8 +69,8 @@ class SyncConfig(CheckedFields):
         )
         require(
             not (method == "staged_sgd" and self.steps == "auto"),
-            "sync.steps must be a number with sync.method = staged_sgd, which changes it by the "
-            "loss",
+            "sync.steps must be a number with sync.method = staged_sgd, which changes the number "
+            "by the loss",
             self.steps,
             "set the number of the first stage",
         )

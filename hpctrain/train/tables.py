@@ -1,4 +1,4 @@
-"""Sharded embeddings of a model, whose rows are updated in addition to its parameters."""
+"""Sharded embeddings of a model; their rows are updated in addition to the parameters."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -214,7 +214,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     Args:
         config: configuration of the run.
         comm: all ranks.
-        is_new: load ``model.init_from``; False if the run continues from a checkpoint.
+        is_new: whether to load ``model.init_from``; False if a run continues from a checkpoint.
 
     Raises:
         MismatchError: a name in the configuration is wrong or cannot be imported; on all ranks.
@@ -273,7 +273,7 @@ def _broadcast_weights(
 ) -> Tables:
     """Load ``model.init_from``, and broadcast the parameters of rank 0. Collective.
 
-    Returns the sharded embeddings, whose rows are loaded too. Local methods broadcast the
+    Returns the sharded embeddings; their rows are loaded, too. Local methods broadcast the
     parameters later.
     """
     with agreed(comm):
@@ -300,7 +300,10 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
 ) -> Iterator[Loader]:
-    """Yield loaders: training samples, tests during training, and last test if different."""
+    """Yield the loaders of training, of tests during training, and of the last test.
+
+    There is no third loader if all tests use the same samples.
+    """
     if not (isinstance(data, tuple) and len(data) in (2, 3) and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target must return two data sets (train, test) or three (train, validation, "
@@ -359,14 +362,17 @@ def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
 
 
 def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
-    """Return loader arguments for local methods, whose loaders must not communicate."""
+    """Return the arguments by which the loaders of a local method do not communicate."""
     if not config.sync.is_local:
         return {}
     return {"comm": None, "rank": comm.rank, "size": comm.size}
 
 
 def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> None:
-    """Raise if the data has too few samples for a batch, or a batch too few for local steps."""
+    """Raise ``ConfigError`` if data has fewer samples than a batch, or a batch than ranks.
+
+    The second check is for local methods only.
+    """
     batch = config.train.global_batch
     if batch > num_samples:
         raise ConfigError(
@@ -382,7 +388,7 @@ def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> Non
 
 
 def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
-    """Raise if the data lacks a field, or has varying lengths with ``train.reproducible``."""
+    """Raise an error if data lacks a field, or has varying lengths with ``train.reproducible``."""
     for key in ("input", "label"):
         name = getattr(config.data, key)
         if name not in fields:
@@ -430,8 +436,9 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
     dataset = loader.dataset
     if not isinstance(dataset, ShardedDataset):
         raise ConfigError(
-            f"data.stage must have a ShardedDataset to copy, got {type(dataset).__name__}; "
-            f"stage its parts in data.target, or leave data.stage out"
+            f"data.target must return a ShardedDataset for data.stage, which copies its files, "
+            f"got {type(dataset).__name__}; copy the files in data.target, or leave data.stage "
+            f"out"
         )
     groups = [comm.group(ranks) for ranks in topology.nodes]
     node = groups[topology.node]

@@ -48,7 +48,7 @@ def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDatase
 
     Args:
         comm: all ranks.
-        folder: on a file system that all ranks share.
+        folder: folder on a file system that all ranks share.
 
     Raises:
         HpctrainError: the files cannot be written or read; on all ranks.

@@ -33,7 +33,7 @@ class RankTimes:
     compute_s: float
     communication_s: float  # not overlapped with compute; includes waiting for slower ranks
     input_s: float
-    checkpoint_s: float = 0.0  # training waited for a checkpoint
+    checkpoint_s: float = 0.0  # wait of training for checkpoints
     slow: int = 0  # number of the last ten records in which this rank was slow
 
     @property

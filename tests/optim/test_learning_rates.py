@@ -15,7 +15,7 @@ NUM_RUNS = 4000
 def test_rates_scale_linearly_or_with_the_square_root_of_the_batch():
     assert 0.1 * linear_scaling(256, 8192) == pytest.approx(3.2)
     assert 0.1 * square_root_scaling(256, 1024) == pytest.approx(0.2)
-    with pytest.raises(ConfigError, match=r"batches must have samples, got \(0, 8\)"):
+    with pytest.raises(ConfigError, match=r"batch sizes must be above 0, got \(0, 8\)"):
         linear_scaling(0, 8)
 
 

@@ -73,9 +73,11 @@ def test_the_mesh_follows_the_nodes_and_is_reported_once(capfd, world):
 @pytest.mark.ranks(2, 3, 4)
 def test_impossible_meshes_are_an_error_on_all(world):
     with started():
-        with pytest.raises(TopologyError, match=f"divide the {world.size} ranks, got .*tp=5, 5"):
+        with pytest.raises(
+            TopologyError, match=f"number of ranks, {world.size}, got .*tp=5, with the product 5"
+        ):
             build_mesh(tp=5)
-        with pytest.raises(TopologyError, match=f"multiply to the {world.size} ranks, got dp=7"):
+        with pytest.raises(TopologyError, match=f"number of ranks, {world.size}, got dp=7"):
             build_mesh(dp=7)
         with pytest.raises(TopologyError, match="must be at least 1"):
             build_mesh(tp=0)

@@ -119,7 +119,7 @@ def test_a_free_table_accepts_any_key_and_keeps_other_keys(file):
             "sync.compression=int8 train.shard=node",
             "because gradients are sent uncompressed, got 'int8'; omit one of them",
         ),
-        ("sync.method=staged_sgd sync.steps=auto", "which changes it by the loss"),
+        ("sync.method=staged_sgd sync.steps=auto", "which changes the number by the loss"),
         ("sync.method=diloco sync.args.steps=3", "must not have steps, compression"),
         ("sync.method=diloco train.reproducible=true", "got 'diloco'; omit one of them"),
         ("sync.method=diloco data.on_corrupt=skip", "or use synchronous training"),

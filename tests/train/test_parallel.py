@@ -263,7 +263,7 @@ def test_incompatible_options_are_rejected_with_the_configuration(layout, other)
         ("zero=1", "optimizer.name=LAMB", "update each element separately"),
         ("tp=2", "model.target=tests.train.divided:odd_model", "the 9 outputs of"),
         ("pp=2", 'parallel.layers=["embedding"]', "every parameter of a pipeline must belong to"),
-        ("tp=2 dp=2", "seed=1", "must multiply to the 2 ranks"),
+        ("tp=2 dp=2", "seed=1", "must be the number of ranks, 2, got"),
         ("dp=1", "seed=1", "must be the number of ranks, 2"),
     ],
 )

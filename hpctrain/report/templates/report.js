@@ -7,7 +7,7 @@ const DIGITS = Array.from({ length: 60 }, (_, n) => [1, 2, 5][n % 3] * 10 ** (Ma
 
 const UNNAMED = ["faint", "marks"]; // kinds that a legend leaves out
 
-// Plotly reads tags and formulas in names; it shows their characters where they are escaped.
+// Escape the characters by which Plotly would recognize tags and formulas in names.
 const plain = (text) =>
   typeof text === "string" ? text.replace(/[&<>$]/g, (c) => `&#${c.charCodeAt(0)};`) : text;
 
@@ -46,7 +46,7 @@ function marks(series) {
   }));
 }
 
-// Figures take their colours from the page, again whenever it turns light or dark.
+// Draw all figures in the colours of the page; called again when the page turns light or dark.
 function draw() {
   const style = getComputedStyle(document.documentElement);
   const [ink, line, page] = ["--ink", "--line", "--page"].map((n) => style.getPropertyValue(n));
