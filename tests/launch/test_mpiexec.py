@@ -145,7 +145,7 @@ def test_recovery_needs_open_mpi_5(monkeypatch):
     assert "btl self,sm,tcp" in found
     assert "-x HPCTRAIN_RECOVER=1" in found
     for mpirun in (OPENMPI4, *HYDRA):
-        with pytest.raises(LaunchError, match=f"of Open MPI 5, but {mpirun.path} is"):
+        with pytest.raises(LaunchError, match=f"must be Open MPI 5, but {mpirun.path} is"):
             line(mpirun, options=recover)
 
 
