@@ -1,6 +1,6 @@
 """Use the wheels and the sdist of a folder like a stranger, in empty environments: ``make dist``.
 
-    python tests/dist.py DIST [--python PYTHON] [--keep]
+    python -m tests.dist DIST [--python PYTHON] [--keep]
 
 Each wheel must contain the compiled kernel and only the package and its examples, and must run on
 the systems that its name promises. The wheel of this machine is installed from a folder of wheels
@@ -23,6 +23,8 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.harness.pace import scaled
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 900  # for each command, on an idle machine
@@ -158,25 +160,17 @@ class Stranger:
 def wait(process: subprocess.Popen, limit_s: float = LIMIT_S) -> int:
     """Return the exit code of a process, or end its session after the limit and return 124.
 
-    The limit is for an idle machine; on a busy machine it is longer by the measured slowdown.
+    The limit is for an idle machine; on a busy machine it is longer by the measured slowness.
     """
     began, left_s = time.monotonic(), limit_s
     while left_s > 0:
         try:
             return process.wait(left_s)
         except subprocess.TimeoutExpired:
-            left_s = limit_s * slowdown() - (time.monotonic() - began)
+            left_s = scaled(limit_s) - (time.monotonic() - began)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return 124
-
-
-def slowdown(work_s: float = 0.5) -> float:
-    """Return elapsed time divided by processor time of a computation; 1 on an idle machine."""
-    began, ends = time.monotonic(), time.process_time() + work_s
-    while time.process_time() < ends:
-        pass
-    return max(1.0, (time.monotonic() - began) / work_s)
 
 
 def say(text: str) -> None:
