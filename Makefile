@@ -348,9 +348,9 @@ dist: .venv/stamp ## build sdist and wheels; run commands and examples with each
 	rm -rf dist
 	python -m build --sdist --outdir dist
 	for machine in x86_64 aarch64; do python -m pip wheel --quiet --no-deps --no-cache-dir -w dist \
-	  -C--build-option=--plat-name=manylinux_2_17_$$machine dist/hpctrain-*.tar.gz; done
+	  --config-settings=--build-option=--plat-name=manylinux_2_17_$$machine dist/hpctrain-*.tar.gz; done
 	twine check --strict dist/*
-	python tests/dist.py dist
+	python -m tests.dist dist
 
 .PHONY: clean
 clean: ## remove all files that the targets made, except runs

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -53,6 +54,13 @@ def test_a_wheel_must_run_on_the_systems_that_its_name_promises(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("hpctrain/x.py", "")
     assert "result of auditwheel" in dist.fault_of(wheel)
+
+
+@pytest.mark.parametrize(("slowness", "code"), [(1, 124), (1000, 0)])
+def test_the_limit_of_a_command_follows_the_speed_of_the_machine(monkeypatch, slowness, code):
+    monkeypatch.setattr(dist, "scaled", lambda limit_s: limit_s * slowness)
+    with subprocess.Popen(["bash", "-c", "sleep 0.5 | cat"], start_new_session=True) as process:
+        assert dist.wait(process, limit_s=0.1) == code
 
 
 @pytest.fixture

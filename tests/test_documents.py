@@ -123,6 +123,12 @@ OF_READERS = {
 """Files that a reader has: of a script, a configuration or a machine of their own."""
 
 
+def test_pip_installs_the_current_directory_of_a_clone():
+    # In the clone, ./hpctrain is the folder of the package, which pip cannot install.
+    for document in DOCUMENTS:
+        assert not re.search(r"pip install \S*\./hpctrain", text_of(document)), document
+
+
 def commands_of(document: str) -> list[list[str]]:
     """Return the words of each command of the manual that starts hpctrain or Python, in order."""
     text = re.sub(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import explained_writes, publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import shortened
@@ -18,6 +19,8 @@ from hpctrain.data.order.order import Order
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.steps import Division, Steps
 from hpctrain.data.subset import Subset
+
+VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
 
 _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 
@@ -69,10 +72,13 @@ class Split:
     def read(cls, path: Path | str) -> Self:
         """Read a file that ``hpctrain data split --by-label`` wrote.
 
-        Raises ``DataError``: the file cannot be read, or is damaged.
+        Raises ``DataError``: the file cannot be read, is damaged, or has a newer format.
         """
         try:
             with np.load(absolute(path), allow_pickle=False) as file:
+                stamped = {name: file[name].item() for name in stamp(0, "") if name in file}
+                if fault := fault_of(stamped, VERSION):
+                    raise DataError(f"the split {path} cannot be read: {fault}")
                 number = int(file["num_parts"])
                 return cls(str(file["uuid"]), file["parts"], number, str(file["about"]))
         except OSError as error:
@@ -93,9 +99,8 @@ class Split:
             publishing(absolute(path)) as part,
             part.open("wb") as file,
         ):
-            number = np.int64(self.num_parts)
-            uuid, about = np.str_(self.uuid), np.str_(self.about)
-            np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
+            texts = {"uuid": self.uuid, "about": self.about, **stamp(VERSION, READER)}
+            np.savez(file, parts=self.parts, num_parts=np.int64(self.num_parts), **texts)
 
     @cached_property
     def checksum(self) -> str:

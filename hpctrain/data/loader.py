@@ -14,6 +14,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.checks import Count, Number, Positive, checked
 from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.python_compat import Self, add_note
 from hpctrain.core.units import by_rank
 from hpctrain.core.user_error import user_lines
@@ -26,8 +27,8 @@ from hpctrain.data.workers.shm_message import portable
 
 _LOG = logging.getLogger(__name__)
 
-STATE_FORMAT = 1
-"""Version of ``state_dict``, which does not depend on the number of ranks or the global batch."""
+VERSION, READER = 1, "1.0"
+"""Version of the format of ``state_dict``, and the oldest hpctrain that reads this version."""
 
 _RULES = {
     "global_batch": Number,
@@ -123,7 +124,7 @@ class Loader(Reading):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, which does not depend on rank or number of ranks."""
         return {
-            "format": STATE_FORMAT,
+            **stamp(VERSION, READER),
             "uuid": self.dataset.uuid,
             "seed": self.seed,
             "epoch": self.epoch,
@@ -144,12 +145,8 @@ class Loader(Reading):
         Raises:
             DataError: the state belongs to other data or is not a loader state.
         """
-        _require(
-            state.get("format", 0) == STATE_FORMAT,
-            f"the state of a loader must have format {STATE_FORMAT}, got "
-            f"{state.get('format')!r}; pass a result of Loader.state_dict() of this version of "
-            f"hpctrain",
-        )
+        if fault := fault_of(state, VERSION):
+            raise DataError(f"the state of a loader cannot be read: {fault}")
         try:
             uuid = str(state["uuid"])
             seed, epoch, consumed = (int(state[name]) for name in ("seed", "epoch", "consumed"))

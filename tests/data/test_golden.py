@@ -1,9 +1,11 @@
 """Check that old data sets stay readable, also by h5dump; no data of other files are read.
 
 ``golden/plain`` was written before ragged and compressed fields existed, ``golden/kinds``
-afterwards, ``golden/stamped`` by version 1.0; none must be rewritten.
+afterwards, ``golden/stamped`` by version 1.0, and ``golden/split.npz`` by its ``hpctrain data
+split``; none must be rewritten.
 """
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import torch
 
 from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.formats import stamp
+from hpctrain.data.data_split import Split
 from hpctrain.data.format.dataset_manifest import VERSION, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Ragged
@@ -24,7 +28,7 @@ from tests.data.plain import read_whole
 from tests.processes import ended
 
 GOLDEN = Path(__file__).parent / "golden"
-STAMPED = GOLDEN / "stamped/manifest.json"
+STAMPED, SPLIT = GOLDEN / "stamped/manifest.json", GOLDEN / "split.npz"
 NUMBERS = np.arange(20)
 PLAIN = {
     "image": (NUMBERS[:, None, None] * 6 + np.arange(6).reshape(3, 2)).astype("f4"),
@@ -52,6 +56,26 @@ def test_a_set_of_version_1_0_is_read_and_its_manifest_would_be_written_unchange
     assert (tmp_path / "manifest.json").read_bytes() == STAMPED.read_bytes()
     read = ShardedDataset(GOLDEN / "stamped", verify="always").take(range(8))
     assert np.array_equal(read["y"], read["x"][:, 0] > 0)
+
+
+def test_a_split_of_version_1_0_is_read():
+    assert hashlib.sha256(SPLIT.read_bytes()).hexdigest()[:16] == "018634fcac5d574f"
+    split = Split.read(SPLIT)
+    split.check(ShardedDataset(GOLDEN / "stamped"))
+    assert split.parts.tolist() == [1, 1, 0, 0, 0, 1, 1, 0]
+    assert (split.num_parts, split.about) == (2, "alpha=1.0 seed=0 label=y")
+
+
+def test_a_split_without_a_version_is_read_and_a_newer_one_is_refused(tmp_path):
+    with np.load(SPLIT) as file:
+        content = {**file}
+    np.savez(tmp_path / "newer.npz", **content | stamp(2, "1.7"))
+    with pytest.raises(DataError, match="must be at most 1, got 2; install hpctrain 1"):
+        Split.read(tmp_path / "newer.npz")
+    np.savez(
+        tmp_path / "older.npz", **{n: content[n] for n in content.keys() - stamp(1, "").keys()}
+    )
+    assert np.array_equal(Split.read(tmp_path / "older.npz").parts, content["parts"])
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("plain", PLAIN), ("kinds", KINDS)])

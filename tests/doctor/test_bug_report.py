@@ -11,7 +11,7 @@ import hpctrain
 from hpctrain.doctor.host.bug_report import REMOVED, without_secrets
 from tests.processes import ended
 
-SECRET = "correct-horse"
+SECRET, PROBE = "correct-horse", "HPCTRAIN_PROBE"
 OF_VARIABLES = {
     "WANDB_API_KEY": f"{SECRET}-1",
     "HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
@@ -21,12 +21,24 @@ OF_VARIABLES = {
     "HPCTRAIN_PASSWORD": f"{SECRET}-5",
     "HPCTRAIN_TIMEOUT": "AKIA0123456789ABCDEF",  # the message of the check repeats the value
     "UCX_NET_DEVICES": f"token={SECRET}-6",  # tunes MPI, so a check reports the variable
+    "MYSQL_PWD": f"{SECRET}-14",
+    "SENTRY_DSN": f"https://{SECRET}-15@errors.example/3",
+    "AZURE_STORAGE_SAS": f"sv=2022&sig={SECRET}-16",
+    "SLURM_JOB_COMMENT": f"--token={SECRET}-17",
+    "PBS_VARIABLE_LIST": f"WANDB_API_KEY={SECRET}-18",
+    "GIT_CONFIG_VALUE_0": f"https://me:{SECRET}-19@git.example/x",
 }
+SECRET_NAMES = """
+    AWS_SECRET_ACCESS_KEY api_key OPENAI_APIKEY GitHub_Token GITHUB_PAT PAT DB_PASS PGPASSWORD
+    SSHPASS KEYSTORE_PW MYSQL_PWD CREDENTIALS HTTP_COOKIE BW_SESSION SENTRY_DSN SLACK_WEBHOOK
+    AZURE_STORAGE_SAS SLURM_JWT PROXY_AUTH BEARER X_SIGNATURE
+"""
 FILES = {
     "my.toml": f'[data.args]\npassword = "{SECRET}-7"\n',
     ".netrc": f"machine packages.example login me password {SECRET}-8\n",
     ".config/pip/pip.conf": f"[global]\nindex-url = https://me:{SECRET}-9@packages.example\n",
     "slurm/site.sh": f"export WANDB_API_KEY={SECRET}-10\n",
+    ".git/config": f'[remote "origin"]\n\turl = https://me:{SECRET}-20@git.example/x\n',
 }
 
 
@@ -64,10 +76,28 @@ def test_the_report_has_no_secret_of_variables_command_lines_and_configurations(
         ("0f8fad5b-d9cb-469f-a165-70867728950e", REMOVED),
         ("key " + "a1" * 20, f"key {REMOVED}"),
         ("the value xyzzy-1 of a variable", f"the value {REMOVED} of a variable"),
+        ("the value 'xy\\\\zzy' of a variable", f"the value '{REMOVED}' of a variable"),
+        (
+            "HPCTRAIN_PROBE must be auto, got 'not-a-mode'",
+            f"{PROBE} must be auto, got '{REMOVED}'",
+        ),
+        ("Authorization: Basic bWU6aHVudGVyMg==", f"Authorization: Basic {REMOVED}"),
+        ("Server=db;Pwd=hunter22;", f"Server=db;Pwd{REMOVED};"),
+        ("https://h.example/x?sig=a%2Fb%3D1&v=2", f"https://h.example/x?sig{REMOVED}&v=2"),
+        ("glpat-Ab3-dEfGhIjKlMn_pQrS", REMOVED),
+        ("eyJhbGciOi.eyJzdWIiOiIx.SflKxwRJSM", REMOVED),
+        ("xoxb-2411111111-3011111111-AbCdEf", REMOVED),
+        ("a wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY b", f"a {REMOVED} b"),
     ],
 )
 def test_words_that_may_be_secrets_are_removed(given, expected):
-    assert without_secrets(given, {"MY_TOKEN": "xyzzy-1"}) == expected
+    environ = {"MY_TOKEN": "xyzzy-1", "DB_PWD": "xy\\zzy", PROBE: "not-a-mode"}
+    assert without_secrets(given, environ) == expected
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+def test_values_of_variables_with_secret_names_are_removed(name):
+    assert without_secrets("got hunter2", {name: "hunter2"}) == f"got {REMOVED}"
 
 
 def test_ordinary_text_is_unchanged():
@@ -75,8 +105,10 @@ def test_ordinary_text_is_unchanged():
         "Linux-6.1.0-18-x86_64-with-glibc2.36 torch 2.13.0+cpu /opt/venv/lib/libmpi.so.40\n"
         "threads: 2 for each rank; tokens of the embedding; OMPI_MCA_btl_tcp_if_include eth0\n"
         "horovod 0.28.1+torch2.13.0.cpu.openmpi5.0.11, compiled sums with vectors of 64 bytes\n"
+        "hf_transfer 0.1.9; from HPCTRAIN_PROBE; /scratch/project_465/me, free; UCX mlx5_0:1\n"
     )
-    assert without_secrets(text, {"MY_TOKEN": "2", "MY_KEY": ""}) == text
+    environ = {"MY_TOKEN": "2", "MY_KEY": "", PROBE: "always", "PWD": "/scratch/project_465/me"}
+    assert without_secrets(text, environ) == text
 
 
 def test_a_file_that_cannot_be_written_is_an_error():

@@ -1,7 +1,8 @@
-"""Check that studies of version 1.0 stay readable.
+"""Check that studies of version 1.0, and their archives, stay readable.
 
 ``hpctrain study run`` wrote ``golden`` on two ranks, without its attempts; names of the host and
-of its processor were replaced. The files must not be rewritten.
+of its processor were replaced. ``hpctrain study export`` wrote ``golden.tar.gz`` from it. The
+files must not be rewritten.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import DataError
 from hpctrain.core.formats import stamp
-from hpctrain.studies import point_records
+from hpctrain.studies import point_records, study_archive
 from hpctrain.studies.study_results import StudyResults
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,6 +51,14 @@ def test_the_golden_study_is_read_and_reported(tmp_path):
     folder = shutil.copytree(GOLDEN, tmp_path / "study")
     result = CliRunner().invoke(app, ["study", "report", str(folder)])
     assert result.exit_code == 0, result.output
+
+
+def test_the_golden_archive_contains_the_golden_study():
+    archive = GOLDEN.with_suffix(".tar.gz")
+    assert hashlib.sha256(archive.read_bytes()).hexdigest()[:16] == "1a77b55d60c3c94c"
+    contents = study_archive.read(archive)
+    assert contents.keys() == {"README.md", "SHA256SUMS", *(f"study/{name}" for name in FILES)}
+    assert all(contents[f"study/{name}"] == (GOLDEN / name).read_bytes() for name in FILES)
 
 
 def test_a_newer_study_is_refused_with_the_version_that_reads_it(tmp_path):

@@ -1,7 +1,8 @@
 """Check that run directories and plans that version 1.0 wrote stay readable.
 
-``hpctrain train`` on two ranks wrote ``golden/run-v1``, without its checkpoint; names of the host
-and of folders were replaced. The files must not be rewritten.
+``hpctrain train`` on two ranks wrote ``golden/run-v1``, without its checkpoint, and the runs of
+``golden/stopped``, which were stopped half-way; each of these has the state of another method. The
+names of the host and of folders were replaced. The files must not be rewritten.
 """
 
 import hashlib
@@ -30,6 +31,14 @@ FILES = {
     "metrics.jsonl": "15fe495681a1f4c5",
     "plan.json": "5e0986d1da3b7787",
 }
+STOPPED = GOLDEN.parent / "stopped"
+DATA = Path(__file__).parents[1] / "data/golden/stamped"
+LOSSES = {
+    "synchronous": ("d8eb557e85a0f981", 0.6072412133216858),
+    "local_sgd": ("c4ae9aa84760772f", 0.5467834919691086),
+    "ssp": ("9719ac4934cebc91", 0.570083811879158),
+}
+"""Digest of a stopped run, and the test loss of the same run without a stop, by its method."""
 NEWER = stamp(2, "1.7")
 REFUSED = "format version must be at most 1, got 2; install hpctrain 1.7 or later"
 
@@ -56,6 +65,32 @@ def test_the_golden_plan_is_read_and_would_be_written_unchanged():
     content = json.loads((GOLDEN / "plan.json").read_text())
     assert content == content | json.loads(json.dumps(stored.as_dict()))
     assert len(stored.plan.measured) > 3
+
+
+@pytest.mark.parametrize("method", LOSSES)
+def test_the_stopped_runs_are_unchanged(method):
+    digest = hashlib.sha256()
+    for file in sorted(path for path in (STOPPED / method).rglob("*") if path.is_file()):
+        digest.update(file.relative_to(STOPPED / method).as_posix().encode() + file.read_bytes())
+    assert digest.hexdigest()[:16] == LOSSES[method][0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", LOSSES)
+def test_a_stopped_run_continues_as_if_it_had_not_stopped(hvd, tmp_path, monkeypatch, method):
+    folder = hvd.broadcast_object(tmp_path)
+    if hvd.rank() == 0:
+        shutil.copytree(STOPPED, folder, dirs_exist_ok=True)
+        shutil.copytree(DATA, folder / "data")
+        shutil.copy(folder / method / "config.toml", folder / "golden.toml")
+    hvd.barrier()
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(app, ["train", "golden.toml", "--resume"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    (finished,) = RunHistory.read(folder / method).of("finished")
+    assert finished["step"] == 8
+    tolerance = 0.5 if method == "ssp" else 1e-3  # ssp depends on the order of arrival
+    assert finished["loss"] == pytest.approx(LOSSES[method][1], rel=tolerance)
 
 
 @pytest.fixture

@@ -6,20 +6,37 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions
 
+from hpctrain.core import config
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.finding import Finding
 from hpctrain.core.provenance import processor, versions
 
 REMOVED = "[removed]"
 
-_SECRET_NAME = re.compile("auth|cookie|cred|jwt|key|pass|private|secret|token", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"auth|bearer|cookie|cred|dsn|jwt|key|pass|private|secret|session|signature|token|webhook"
+    r"|(?:_|^)(?:pat|pw|sas)(?:_|$)|_pwd",
+    re.IGNORECASE,
+)
 _SECRETS = (
     re.compile(r"(?<=://)[^/\s@]+(?=@)"),  # user and password of a URL
-    re.compile(r"(?<=bearer )\S+", re.IGNORECASE),
-    re.compile(r"(?<=pass|oken|cret|word|_key|-key)['\"]?[=: ]+['\"]?[^\s'\"]{6,}", re.IGNORECASE),
+    re.compile(r"(?<=bearer )\S+|(?<=authorization: basic )\S+", re.IGNORECASE),
+    re.compile(
+        r"(?<=pass|oken|cret|word|ikey|_key|-key|[?&;_ ]pwd|[?&;_ ]sig)"
+        r"['\"]?[=: ]+['\"]?[^\s'\"&;]{6,}",
+        re.IGNORECASE,
+    ),
+    # Prefixes that services give to their keys, and JSON web tokens.
+    re.compile(
+        r"\b(?:A[KS]IA|eyJ|gh[a-z]_|github_pat_|glpat-|hf_|npm_|pypi-|sk-|xox[a-z]-)"
+        r"(?=[\w.=-]*[A-Z\d])[\w.=-]{8,}"
+    ),
+    # Base64 of 30 bytes, which is the length of secret keys of S3.
+    re.compile(r"(?<![\w/.+-])(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)[A-Za-z\d+/]{40}(?![\w/.+-])"),
+    # Long words of letters and digits, and UUIDs.
     re.compile(r"\b(?=[a-z_]*\d)(?=[\d_]*[a-z])[a-z\d_]{20,}\b", re.IGNORECASE),
     re.compile(r"\b[a-f\d]{8}(-[a-f\d]{4}){3}-[a-f\d]{12}\b", re.IGNORECASE),
 )
-"""The last two are long words of letters and digits, and UUIDs, as keys of web services are."""
 _MIN_LENGTH = 6  # a shorter value would match ordinary words
 
 
@@ -49,11 +66,28 @@ def bug_report(findings: Sequence[Finding], environ: Mapping[str, str] = os.envi
 
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Return ``text`` without values of variables with secret names, and without similar words."""
-    values = {value for name, value in environ.items() if _SECRET_NAME.search(name)}
+    """Return ``text`` without values of variables that may be secret, and without similar words.
+
+    These are the variables with secret names, and settings with values that hpctrain rejects.
+    """
+    values = {
+        form
+        for name, value in environ.items()
+        if _SECRET_NAME.search(name) or _is_rejected(name, value)
+        for form in (value, repr(value)[1:-1])  # messages contain both
+    }
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _MIN_LENGTH:
             text = text.replace(value, REMOVED)
     for pattern in _SECRETS:
         text = pattern.sub(REMOVED, text)
     return text
+
+
+def _is_rejected(name: str, value: str) -> bool:
+    """Return True for a wrong value of a setting, which the message of the check repeats."""
+    try:
+        config.read({name: value})
+    except ConfigError:
+        return True
+    return False
