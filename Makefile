@@ -9,7 +9,7 @@ SIZES := 1 2 3 4
 MPICH_SIZES := 2
 # Tests that use MPI, and whole runs; make conformance runs all tests with MPICH.
 MPICH_TESTS := $(addprefix tests/,comm collectives negotiation runtime horovod train)
-LAUNCH_LIMIT_S := 1500
+LAUNCH_LIMIT_S := 2700
 # Ranks write to a terminal of mpirun, so pytest cannot see whether this one is real.
 COLOR := $(if $(MAKE_TERMOUT),yes,no)
 

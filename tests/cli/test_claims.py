@@ -20,7 +20,7 @@ from hpctrain.data.order import window
 from hpctrain.data.packing import pack
 from hpctrain.horovod.elastic.run import MAX_FAILURES
 from hpctrain.launch import lease, restart, supervise
-from hpctrain.negotiation import engine_driver, pending_table
+from hpctrain.negotiation import engine_driver
 from hpctrain.train.run_config import RunConfig
 from tests.cli.test_guide import TEXTS as GUIDES
 from tests.cli.test_guide import WRITTEN
@@ -64,7 +64,6 @@ FIGURES = [
     ("data", f"samples of {KB} kB and more"),
     ("data", f"| {KB} kB and more |"),
     ("slurm", f"at most `MAX_REQUEUES` times ({MAX_REQUEUES})"),
-    ("architecture", f"The first {pending_table.NUM_SLOTS:,} names have numbers"),
     ("architecture", f"by a timer after {BURST_US:g} µs ({LONGEST_MS:g} ms in a loop"),
     ("async-sgd", f"after at most {waiting.SLEEP_SHARE * 100:g} % of the time since the last"),
     ("async-sgd", f"and {request_thread._LONGEST_S:g} s at most"),

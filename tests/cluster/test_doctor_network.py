@@ -77,7 +77,8 @@ def test_a_slow_link_and_a_wrong_clock_are_named_with_their_nodes(fast_clock):
     with VirtualCluster(nodes=3, rate="1gbit") as cluster:
         cluster.set_rate("n1", "50mbit")
         findings = findings_of(cluster, "sh", "-c", ON_N2, fast_clock)
-    assert len(wrong(findings)) == 2, findings
-    link, clock = wrong(findings)
-    assert link.startswith("links: slow link: n1 reaches all other nodes with only ")
+    *links, clock = wrong(findings)
+    # On a busy machine, the links of other nodes may be slow, too.
+    assert any(re.search(r"links: slow link: .*\bn1\b", link) for link in links), findings
+    assert all(link.startswith("links: slow link: ") for link in links), findings
     assert re.search(r"clocks: .* but n2 is (39|40)\.\d\d s ahead", clock)
