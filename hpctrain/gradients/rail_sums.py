@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.operation_result import Work
 
 _LATE_STEPS = 64
-"""Number of steps without early sums after a void sum: void sums are computed twice."""
+"""Number of steps without early sums after a void sum, which must be computed again."""
 
 
 class RailSums:

@@ -83,7 +83,7 @@ def exponent_of(weight: float) -> int:
 
 
 def peak_of(weight: float) -> float:
-    """Encode a weight as a number whose sum over ranks ``exponent_of_peaks`` decodes."""
+    """Encode a weight as a number; ``exponent_of_peaks`` decodes the sum of these over ranks."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 
