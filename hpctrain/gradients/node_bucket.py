@@ -30,7 +30,7 @@ _CUT = 64
 
 
 class NodeTensor:
-    """Values of one dtype in node memory, which each rank maps twice, shared and private.
+    """Values of one dtype in node memory. Each rank maps this memory twice, shared and private.
 
     Steps write to the shared map, and the program uses the private map; see ``node_values``. The
     constructor is collective over the node. The values are initially zeros.

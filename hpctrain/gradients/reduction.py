@@ -294,7 +294,7 @@ class Reduction:
             bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Start a collective, on the communicator's thread if it has one; measure the time."""
+        """Start a collective, on the communicator's thread if there is one; measure the time."""
         work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 

@@ -20,8 +20,7 @@ from hpctrain.gradients.sample_count import (
 
 _BITS = 20
 """Compared bits of a value. A square is sent as two halves of ``_BITS`` bits, so that float64 adds
-values and squares of up to 2^33 ranks exactly.
-"""
+values and squares of up to 2^33 ranks exactly."""
 _MASK = (1 << _BITS) - 1
 
 
@@ -54,7 +53,7 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageFacts:
-    """Changes of gradients by the program before they are averaged."""
+    """Changes that the program has made to gradients before the average."""
 
     program_changes: int | None = None
     """Checksum of reduced gradients that the program has changed or dropped; None if unchanged."""
