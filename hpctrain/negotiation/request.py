@@ -96,7 +96,7 @@ class Request:
         prescale: factor before the reduction.
         postscale: factor after the reduction.
         root: source of a broadcast, as a rank of the process set.
-        splits: number of rows of an all-to-all for each rank.
+        splits: for an all-to-all, the number of rows to send to each rank.
     """
 
     __slots__ = ("in_place", "kind", "name", "signature", "splits", "tensors")
@@ -275,7 +275,7 @@ _STRIDED = torch.strided
 
 
 class Repeated:
-    """A named in-place reduction of one dense CPU tensor, which was checked before.
+    """A named in-place reduction of one dense CPU tensor, whose arguments were checked before.
 
     Args:
         name: full name.
