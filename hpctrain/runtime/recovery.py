@@ -1,7 +1,7 @@
 """In-place recovery: after the death of ranks, the survivors continue as a smaller world.
 
 Each survivor keeps its process, its data and its model. A rank that detects a loss revokes the
-world, so that no rank waits for the lost one. The survivors agree that the world has failed,
+world, so that no rank waits for the lost rank. The survivors agree that the world has failed,
 shrink the world, and rebuild the objects that depend on the ranks.
 
 Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure recovery of MPI
@@ -56,7 +56,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         moves: True to move registered objects to the new world, see ``Rebuild``.
 
     Raises:
-        Exception: any other error of ``function``; uncaught, it ends all ranks.
+        Exception: any other error of ``function``; if uncaught, the error ends all ranks.
         CommError: the call failed on another rank, and no rank is lost.
     """
     if not is_on():  # a world of one rank

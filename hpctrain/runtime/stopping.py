@@ -103,9 +103,9 @@ class StopRequests:
     twice. ``hpctrain launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its
     host report which of them the launcher received. Ignored signals remain ignored. Forked
     children, such as workers of a ``DataLoader``, use the previous handlers, but SIGUSR1 and
-    SIGHUP do not end them, because the rank needs them until it has saved. Only the main thread
-    can handle signals: entered in another thread, this context checks only the file and the
-    deadline.
+    SIGHUP do not end the children, because the rank needs its children until it has saved. Only
+    the main thread can handle signals: entered in another thread, this context checks only the
+    file and the deadline.
 
     Args:
         stop_file: file whose existence requests a stop.
