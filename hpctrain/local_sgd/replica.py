@@ -49,11 +49,11 @@ class Replica:
         self.load_own_state(())
 
     def own_state(self) -> list[list[str]]:
-        """Return the names of parameters that may differ between ranks, by roster."""
+        """Return the names of parameters that may differ between ranks, one list per roster."""
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
     def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
-        """Restore a result of ``own_state``; pass an empty one if all parameters are equal."""
+        """Restore a result of ``own_state``; empty if all parameters are equal on all ranks."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 
