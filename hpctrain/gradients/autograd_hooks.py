@@ -38,9 +38,9 @@ class ParameterHooks:
 
     Args:
         owner: first argument of both functions; a weak reference is stored.
-        on_ready: called with a parameter after its gradient was accumulated.
-        before_sum: called with the ``id`` of a parameter before its new gradient is added to an
-            existing gradient; None for no calls.
+        on_ready: function that is called with a parameter after its gradient was accumulated.
+        before_sum: function that is called with the ``id`` of a parameter before its new gradient
+            is added to an existing gradient; None for no calls.
     """
 
     def __init__(

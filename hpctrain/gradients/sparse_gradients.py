@@ -62,7 +62,7 @@ class GradientState:
 
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return version counter and address of a tensor; a write by the program changes either."""
+    """Return version counter and address of a tensor; a write changes at least one of the two."""
     return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
