@@ -82,7 +82,7 @@ class Controller:
 
         Args:
             request: the operation.
-            take: converts the result to the return value of ``wait``.
+            take: function that converts the result to the return value of ``wait``.
             is_awaited: True if the caller calls ``wait`` next; ``wait`` then starts the operation.
 
         Raises:

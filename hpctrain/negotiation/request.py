@@ -191,7 +191,7 @@ class Handle:
             handle.
         request: the operation.
         name: name of the operation; by default the name of the request.
-        take: converts the result to the return value of ``wait``.
+        take: function that converts the result to the return value of ``wait``.
     """
 
     __slots__ = ("_driver", "_error", "_request", "_result", "_take", "is_done", "name", "since")

@@ -45,7 +45,7 @@ class Question(NamedTuple):
         return "final question" if self.is_final else "question"
 
     def without(self, other: "Question") -> "Question | None":
-        """Return a question about the operations that are not in ``other``; None without any."""
+        """Return a question about the operations that ``other`` does not contain, or None."""
         ages_s = {name: age_s for name, age_s in self.ages_s.items() if name not in other.ages_s}
         return self._replace(ages_s=ages_s) if ages_s else None
 
@@ -295,7 +295,7 @@ class StallWatch:
         number: this rank in the process set; 0 is the root.
         members: ranks of the process set.
         last_call: stores the last collective; the caller updates it for every operation.
-        end: ends all ranks with an exit code.
+        end: function that ends all ranks with the given exit code.
         recorder: records unnamed collectives, whose stalls are reported, too.
     """
 
