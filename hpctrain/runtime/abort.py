@@ -53,7 +53,7 @@ def leave(
     Args:
         presence: checks that the other ranks are alive.
         hooks: end all ranks after an error.
-        compare: called when all ranks have arrived.
+        compare: function that is called when all ranks have arrived.
 
     Returns:
         The result of ``compare``.
@@ -272,8 +272,8 @@ def computes(trace: TracebackType | None) -> bool:
 
 _MPI_RULE = (
     "an MPI communicator, such as MPI.COMM_WORLD, must not be used after the loss of a rank; "
-    "in hpctrain train and hpctrain.elastic.run communicate by hpctrain, or by a communicator "
-    "that each call of the function creates, hpctrain.current().ranks.Dup()"
+    "in hpctrain train and hpctrain.elastic.run communicate through hpctrain, or through a "
+    "communicator that each call of the function creates by hpctrain.current().ranks.Dup()"
 )
 
 

@@ -329,8 +329,8 @@ class ProcessSets:
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(
                 f"MPI must support concurrent calls for process sets, but it was started "
-                f"without MPI_THREAD_MULTIPLE, so {shown} cannot be one; let mpi4py start "
-                f"MPI with its default, mpi4py.rc.thread_level = 'multiple'"
+                f"without MPI_THREAD_MULTIPLE, so {shown} cannot be a process set; let mpi4py "
+                f"start MPI with its default, mpi4py.rc.thread_level = 'multiple'"
             )
 
     def _add(self, ranks: Sequence[int]) -> None:

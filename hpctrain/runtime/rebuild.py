@@ -46,10 +46,11 @@ class Rebuild:
         Args:
             stage: stage of rebuilding; objects of one stage are rebuilt in the order of
                 registration.
-            renew: rebuilds the object; None if the object does not depend on the ranks.
-            close: closes the object; None if no action is needed.
-            move: rebuilds the object in a world of other ranks, where it registers again; None if
-                the object ends with this world.
+            renew: function that rebuilds the object; None if the object does not depend on the
+                ranks.
+            close: function that closes the object; None if no action is needed.
+            move: function that rebuilds the object in a world of other ranks and registers it
+                there; None if the object ends with this world.
         """
         self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable

@@ -87,7 +87,8 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
 
     Args:
         error: the caught error; raised again if the world does not recover or no rank is lost.
-        allows: returns False if the program cannot continue without these ranks.
+        allows: function of the lost ranks that returns False if the program cannot continue
+            without these ranks.
 
     Raises:
         RankLostError: ``allows`` returned False; names the lost ranks.
@@ -175,8 +176,10 @@ def _shrink(
     All ranks end with exit code 87 after ``LIMIT_S`` seconds.
 
     Args:
-        make: creates the next world from its ranks; called again if more ranks die in the call.
-        check: raises, on all ranks, if the program cannot continue without the lost ranks.
+        make: function that creates the next world from its ranks; called again if more ranks die
+            in the call.
+        check: function of the lost ranks that raises an error, on all ranks, if the program cannot
+            continue without these ranks.
     """
     before, ranks = world.current(), _ranks()
     lost: list[int] = []

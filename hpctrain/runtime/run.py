@@ -64,7 +64,7 @@ def run(
         kwargs: keyword arguments of ``fn``.
         np: number of ranks.
         nodes: number of nodes to declare on this host.
-        timeout_s: end the ranks after this number of seconds.
+        timeout_s: seconds after which the ranks are ended; None for no limit.
 
     Returns:
         The results of the function, by rank.
