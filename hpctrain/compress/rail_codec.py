@@ -230,7 +230,7 @@ class RailCodec:
         if not self.fits(state):
             raise ConfigError(
                 f"the state of a codec must be of the same buckets, but the {len(state)} saved "
-                f"buckets do not fit the {len(self._shares)} buckets of the codec; keep ranks, "
+                f"buckets do not match the {len(self._shares)} buckets of the codec; keep ranks, "
                 f"parameters and bucket size"
             )
         for kept, share in zip(state.values(), self._shares, strict=True):
