@@ -89,8 +89,8 @@ class LocalMethod(CommonBlock, StateFields):
             raise ConfigError(
                 f"an optimizer can only have one local or asynchronous method at a time, but "
                 f"{getattr(optimizer, METHOD_MARK)} has the optimizer of this "
-                f"{type(self).__name__}; end the block of {getattr(optimizer, METHOD_MARK)}, or "
-                f"call its close(), before"
+                f"{type(self).__name__}; first end the block of "
+                f"{getattr(optimizer, METHOD_MARK)}, or call its close()"
             )
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence

@@ -115,7 +115,8 @@ class Replica:
     def mean_state(self, share: Share) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with the means of its tensors. Collective.
 
-        Numbers of steps, which differ if a rank has skipped steps, are the largest of all ranks.
+        A number of steps is the largest of all ranks; the numbers differ if a rank has skipped
+        steps.
         """
         means = {id(tensor): self._mean(tensor, share) for _, tensor in self.state()}
         state = self.optimizer.state_dict()
