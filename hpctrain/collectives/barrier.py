@@ -23,10 +23,10 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
 
     A rank with less data than others calls this function after its last step. The call applies to
     all process sets of this rank. A joined rank still counts as a rank: it contributes zeros to
-    sums and averages, and no rows to gathers. If a
-    ``DistributedOptimizer`` over all ranks uses ``set_num_samples``, a joined rank has no samples.
-    Every operation works except a broadcast from a joined rank. Afterwards ranks that joined early
-    have out-of-date weights: broadcast the weights of the returned rank.
+    sums and averages, and no rows to gathers. If a ``DistributedOptimizer`` over all ranks uses
+    ``set_num_samples``, a joined rank has no samples. Every operation works except a broadcast
+    from a joined rank. Afterwards ranks that joined early have out-of-date weights: broadcast the
+    weights of the returned rank.
 
     Args:
         device: device of Horovod's GPU buffers; ignored.
@@ -69,7 +69,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     lasts: list[int] = [handle.wait()[0] for handle in handles]
     last = lasts[0]
     if check is not None:
-        # The last rank may be reported first, because other ranks report during a step.
+        # The join of the last rank may arrive first, because other joins arrive during a step.
         steppers = check.last_to_step(here.comm)
         last = last if last in steppers else max(steppers)
     return last

@@ -88,10 +88,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer state of ``root_rank`` to every rank, with options such as ``lr``.
 
-    Collective. The other ranks load the state as from a checkpoint of ``root_rank``; this works
-    for every optimizer of torch. The function does not call ``step()``. Horovod instead creates
-    missing state by ``step()`` with zero gradients, which applies weight decay. As in Horovod, if
-    ``root_rank`` has no state yet, every parameter without a gradient gets a zero gradient.
+    Collective. The other ranks load the state like a checkpoint of ``root_rank``; this works for
+    every optimizer of torch. If ``root_rank`` has no state yet, missing gradients are set to zero
+    on every rank, as in Horovod. Horovod then also calls ``step()``, so that weight decay changes
+    the parameters; this function never calls ``step()``.
 
     Args:
         optimizer: a torch optimizer or a ``DistributedOptimizer``, with the same parameters in the

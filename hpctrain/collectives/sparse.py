@@ -25,7 +25,7 @@ def sparse_allreduce_async(
         process_set: the ranks that take part; None for all.
 
     Returns:
-        A handle, which returns the result when called: a sparse tensor with the elements of all
+        A handle that returns the result when called: a sparse tensor with the elements of all
             ranks, concatenated and not coalesced.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Integers: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-LARGEST = 1 << 20
+LARGEST = 1 << 20  # largest integer that can be encoded
 _MOST_BITS = 21  # maximum bits of an integer
 _FEW = 1 << 12  # integers whose codes are cached
 _WINDOW = 16  # bits per table lookup
@@ -68,7 +68,7 @@ class Reader:
 
     Args:
         data: bytes of all blocks.
-        starts: first bit of each block.
+        starts: index of the first bit of each block.
     """
 
     def __init__(self, data: Bytes, starts: Integers) -> None:
@@ -90,7 +90,7 @@ class Reader:
         return gap, level
 
     def gap_at(self, streams: Integers) -> Integers:
-        """Decode the next integer of each block in ``streams``, for example a gap."""
+        """Decode the next integer, such as a gap, of each block with an index in ``streams``."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
         while len(going):
@@ -108,7 +108,7 @@ class Reader:
         return numbers
 
     def level_at(self, streams: Integers) -> Integers:
-        """Decode the next signed level of each block in ``streams``."""
+        """Decode the next signed level of each block with an index in ``streams``."""
         signs = 1 - 2 * self._bit(streams)
         self.positions[streams] += 1
         return signs * self.gap_at(streams)

@@ -14,7 +14,7 @@ _CHUNK = 1 << 18  # values per pass, which fit into the CPU cache
 _HEAD = 8  # bytes per block for its step and its smallest value
 _LEAST_STEP = 1e-7
 _FACTORS = 2.0**64, 2.0**120
-"""Factors for blocks with smaller steps; the second is used if the first is insufficient."""
+"""Factors for blocks whose step is below ``_LEAST_STEP``: the second if the first is too small."""
 _QUARTER = 0.25
 """Factor for values whose range exceeds the range of float32."""
 
@@ -32,8 +32,8 @@ class Int8Blocks(Format):
     """Format with one byte per value and eight bytes per block.
 
     A value is rounded to the nearest of 256 levels between the smallest and the largest value of
-    its block. If any value is not finite, all values of the packet become NaN. A step between two
-    levels below 1e-45 becomes 0, so that all values of the block become its smallest value.
+    its block. If any value is not finite, all values of the packet become NaN. If the step between
+    two levels is below 1e-45, all values of the block become its smallest value.
 
     Args:
         unit: values per block.

@@ -31,7 +31,7 @@ class PowerSGD(RailCodec):
         min_gain: minimum ratio of the sizes of matrix and factors; matrices with a smaller ratio
             are summed exactly.
         warm_start: whether a step starts from the factor of the previous step. Without a warm
-            start, the approximation is worse than the best approximation of this rank.
+            start, the approximation is worse than the best approximation of the same rank.
         error_feedback: whether the approximation error is added in the next step.
 
     Source: Vogels, Karimireddy and Jaggi 2019, "PowerSGD: practical low-rank gradient compression
@@ -124,7 +124,7 @@ class PowerSGD(RailCodec):
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
         sizes = [math.prod(shape) for shape in shapes]
         flat = share.memory.get("right")
-        if flat is None or len(flat) != sum(sizes) or not flat.any():  # the rank may have changed
+        if flat is None or len(flat) != sum(sizes) or not flat.any():  # ``rank`` may differ
             generator = torch.Generator().manual_seed(_SEED + share.num_steps)
             drawn = [
                 torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
@@ -163,7 +163,7 @@ def _times(matrices: Tensor, thin: Tensor) -> Tensor:
 
 
 def _stacked(values: Tensor, places: Sequence[CodedTensor]) -> Tensor:
-    """Return matrices of one shape as a batch; the batch is a view if they are contiguous."""
+    """Return matrices of one shape as a batch; a view if the matrices are adjacent."""
     first, row = places[0].first, places[0].row
     if all(one.end == other.first for one, other in pairwise(places)):
         return values[first : places[-1].end].view(len(places), -1, row)

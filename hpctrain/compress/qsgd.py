@@ -81,7 +81,7 @@ class QSGD(RailCodec):
         return int(self._codes(levels)[1].sum())
 
     def _codes(self, levels: Tensor) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
-        """Return the codes of gaps and signed levels, their lengths, and their block numbers."""
+        """Return codes of gaps and signed levels, and the length and block index of each code."""
         flat, length = levels.numpy().ravel(), levels.shape[1]
         at = np.flatnonzero(flat)
         found, block = flat[at].astype(np.int64), at // length
@@ -109,7 +109,7 @@ class QSGD(RailCodec):
         norms = torch.from_numpy(raw[:first].copy()).view(like.dtype)
         numbers, num_bits = raw[first : first + 8 * num_blocks].view(np.int32).reshape(2, -1)
         starts = np.cumsum(num_bits, dtype=np.int64) - num_bits
-        order = np.argsort(-numbers, kind="stable")  # unfinished blocks first
+        order = np.argsort(-numbers, kind="stable")  # so that unfinished blocks stay in front
         reader = Reader(raw[first + 8 * num_blocks :], starts[order])
         num_left = num_blocks - np.cumsum(np.bincount(numbers, minlength=1))
         levels = np.zeros(num_blocks * self._block, np.int32)

@@ -62,7 +62,7 @@ class Quantized(RailCodec):
 
     Args:
         form: encoding of the values.
-        feedback: whether both encodings add their errors in the next step.
+        feedback: whether the errors of both encodings are added in the next step.
         warmup_steps: number of steps at the start in which gradients are summed exactly.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to

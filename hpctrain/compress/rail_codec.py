@@ -4,8 +4,11 @@
     codec.reduce_(share, values, comm.internode)     # lossy, between nodes
     comm.publish(bucket)                             # bitwise equal on every rank of the node
 
-``values`` are the encoded elements of this rank's slice. The other elements, such as marks, are
-summed exactly. Without node memory each rank is a separate node.
+Each rank of a node sends a part of the bucket to the other nodes. ``values`` are the elements of
+this part that the codec encodes, and ``share`` stores their positions in the bucket and the
+codec's state for them. The other elements of the part are summed exactly, for example the marks at
+the end of the bucket, which show for each tensor whether a rank has a gradient. Without node
+memory each rank is a separate node.
 """
 
 import math
@@ -27,14 +30,14 @@ from hpctrain.core.errors import ConfigError
 
 
 class CodedTensor(NamedTuple):
-    """Position in a bucket: of a whole tensor, or of the part that a rank encodes."""
+    """Position in a bucket of a tensor, or of the part of a tensor that this rank encodes."""
 
     number: int  # index of the tensor in its bucket
-    start: int  # first element in the bucket
+    start: int  # index of the first element in the bucket
     numel: int  # number of elements
     row: int  # elements per row of the tensor: all weights of one output
     offset: int = 0  # elements of the tensor before this part
-    first: int = 0  # first element among the encoded elements
+    first: int = 0  # index of the first element among all encoded elements
 
     @property
     def stop(self) -> int:
@@ -73,7 +76,7 @@ class CodedShare:
         """Dtype of the computation: float64 or float32."""
         self.numel = _length(self.spans)
         self.bucket = 0
-        """Number of the bucket, in the order of ``prepare``."""
+        """Index of the bucket, from 0, in the order of the calls of ``prepare``."""
         self.memory: dict[str, Tensor] = {}
         """State for the next step, by name."""
         self.num_steps = 0
@@ -204,7 +207,7 @@ class RailCodec:
         return start_on(comm, self._step, prepared, comm, scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state of each share, by number of its bucket."""
+        """Return a copy of the state of each share, by index of its bucket."""
         return {
             str(number): {
                 "steps": share.num_steps,
@@ -227,7 +230,7 @@ class RailCodec:
         if not self.fits(state):
             raise ConfigError(
                 f"the state of a codec must be of the same buckets, but the {len(state)} saved "
-                f"buckets do not fit the {len(self._shares)} buckets of the codec; keep ranks, "
+                f"buckets do not match the {len(self._shares)} buckets of the codec; keep ranks, "
                 f"parameters and bucket size"
             )
         for kept, share in zip(state.values(), self._shares, strict=True):
@@ -277,7 +280,7 @@ class RailCodec:
             self._keep_unused(prepared, link.size)
 
     def _keep_unused(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Add results to the unsent values for tensors of which no rank has a gradient."""
+        """Add the results of tensors without a gradient on any rank to the unsent values."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():

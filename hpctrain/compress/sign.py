@@ -120,7 +120,7 @@ class OneBit(Quantized):
 
     Args:
         warmup_steps: number of steps at the start in which gradients are summed exactly, because
-            they change faster than the error feedback corrects.
+            gradients then change faster than the error feedback corrects.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs".

@@ -1,4 +1,4 @@
-"""Exchange of a ``DistributedOptimizer`` with ``op=Adasum``, which combines steps."""
+"""Exchange of ``DistributedOptimizer(op=Adasum)``: combines optimizer steps, not gradients."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_counter import StepCounter
 from hpctrain.gradients.step_header import GradientFacts, StepAgreement, StepMessage
 
-_STEPPED = "_hpctrain_stepped"  # attribute of a gradient: its ``writes_of`` when a step used it
+_STEPPED = "_hpctrain_stepped"  # attribute of a gradient: ``writes_of`` when a step last used it
 
 
 class AdasumStep(OptimizerExchange):
@@ -52,7 +52,7 @@ class AdasumStep(OptimizerExchange):
         self._steps, self._exposed_seconds = steps, 0.0
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._num_forgotten = 0  # times that gradients were cleared since the last step
+        self._num_forgotten = 0  # times that unused gradients were cleared since the last step
         steps.enter(self)
         current = _stepped(parameters())
         self._lines = _lines_of(current)

@@ -1,4 +1,4 @@
-"""Hooks of autograd, on parameters and at the end of a backward pass.
+"""Autograd hooks, on parameters and at the end of a backward pass.
 
 Several optimizers may share a parameter.
 """
@@ -28,7 +28,7 @@ class HookOwner(Protocol):
     """Object that reduces the gradients of hooked parameters."""
 
     is_exclusive: bool  # whether only the last of several owners reduces a gradient
-    superseded: str  # name of a parameter that a later owner reduces
+    superseded: str  # name of a parameter that a later owner reduces; empty if none
 
 
 class ParameterHooks:
@@ -38,9 +38,9 @@ class ParameterHooks:
 
     Args:
         owner: first argument of both functions; a weak reference is stored.
-        on_ready: called with a parameter after its gradient was accumulated.
-        before_sum: called with the ``id`` of a parameter before its new gradient is added to an
-            existing gradient; None for no calls.
+        on_ready: function that is called with a parameter after its gradient was accumulated.
+        before_sum: function that is called with the ``id`` of a parameter before its new gradient
+            is added to an existing gradient; None for no calls.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class ParameterHooks:
         self._ready = _Hook(owner, on_ready, None)
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
-        """Maps the ``id`` of a hooked parameter to ``identity_of``, which a conversion changes."""
+        """Maps the ``id`` of a parameter to ``identity_of`` when it was hooked.
+
+        A conversion of the parameter changes ``identity_of``.
+        """
         weakref.finalize(owner, _remove, self._handles)
 
     def hook(self, parameters: NamedParameters) -> None:
@@ -83,7 +86,7 @@ class ParameterHooks:
             parameter.requires_grad_(is_trained)
 
     def has(self, parameter: Parameter) -> bool:
-        """Return whether ``parameter`` has a hook of this object that torch calls."""
+        """Return whether ``parameter`` has a hook of this object that autograd still calls."""
         is_armed = self._hooked.get(id(parameter)) == identity_of(parameter)
         return is_armed and self._ready in accumulation_hooks_of(parameter)
 

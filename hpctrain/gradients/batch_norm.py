@@ -60,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
 
         Raises:
             ConfigError: ``input`` has fewer than two dimensions or another number of features; or
-                all ranks together have one value per feature, which has no variance.
+                all ranks together have only one value per feature, so that there is no variance.
         """
         uses_batch = self.training or not self.track_running_stats
         if not uses_batch or self.process_set.size() == 1:
@@ -167,8 +167,9 @@ def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor,
         own[0, 0] = count
         own[0, 1 : features + 1] = mean
         own[0, features + 1 :] = variance
-    # Layers of one width use the same name, so that the name stays cached with any number of
-    # layers. A layer waits for its result before the next layer submits the name.
+    # Layers with the same number of features use the same request name, so that one cached name
+    # serves any number of layers. A layer waits for its result before the next layer submits the
+    # name.
     request = Request(Kind.ALLGATHER, f"SyncBatchNorm.statistics.{features}", [own])
     (parts,) = controller.run(request)
     counts, means, variances = parts.split([1, features, features], dim=1)

@@ -51,7 +51,7 @@ class BucketLayout:
         self.sparse: list[SparseSlot] = []
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
-        self.found_new_sparse = False  # whether ``is_new_sparse`` was true of a filled slot
+        self.found_new_sparse = False  # whether ``is_new_sparse`` was True for a filled slot
         self._parameters: NamedParameters = ()
         self._dims: dict[Tensor, int] = {}  # number of sparse dimensions of sparse gradients
 
@@ -97,7 +97,7 @@ class BucketLayout:
         )
 
     def is_new_sparse(self, slot: Slot) -> bool:
-        """Return whether the gradient is sparse, but the layout has a dense slot for it."""
+        """Return whether the layout has not recorded that the gradient of ``slot`` is sparse."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:
@@ -173,8 +173,8 @@ class BucketLayout:
 
 
 def _device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices of ``tensors`` in order of occurrence.
+    """Return the index of each device of ``tensors``, from 0, in order of first occurrence.
 
-    Ranks compare these numbers, since device indices may differ between ranks.
+    Ranks compare these indices, since the indices of torch devices may differ between ranks.
     """
     return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}

@@ -1,8 +1,8 @@
 """``Reducer``, which averages gradients over all ranks before ``backward()`` returns.
 
 autograd accumulates a gradient   ``on_ready``   copies the gradient to its bucket
-the last gradient of a bucket     ``take``       starts the all-reduce (or waits for the end)
-backward ends                     ``complete``   waits; ``.grad`` is the average
+the last gradient of a bucket     ``take``       starts the all-reduce, except with overlap = "end"
+backward ends                     ``complete``   sends the other buckets, waits, sets ``.grad``
 """
 
 from collections.abc import Callable
@@ -111,9 +111,9 @@ class Reducer:
         self._num_passes, self._passes_done = passes, 0
         self.state = StepState.EMPTY
         self._seen: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
-        """Maps parameters to their gradient, and to its ``writes_of`` after the latest pass."""
+        """Maps a parameter to its gradient, and to the gradient's ``writes_of`` after a pass."""
         self._replaced_sum = ""
-        """Name of a parameter whose sum was replaced before this backward added to it."""
+        """Name of a parameter whose reduced sum the program has replaced; empty if none."""
         self._backward = BackwardPass()
         kind = type(self)
         before_sum = kind.before_sum if self._sees_sums else None
@@ -230,7 +230,10 @@ class Reducer:
         return is_due
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Average the remaining gradients, inside ``closure`` if one is given. Collective."""
+        """Average the remaining gradients; if ``closure`` is given, return a closure that does so.
+
+        Collective.
+        """
         if closure is None:
             self.finish()
             return None
@@ -238,7 +241,7 @@ class Reducer:
         def averaging() -> Any:
             loss = closure()
             self.finish()
-            if isinstance(stepping, LBFGS):  # LBFGS ends a step by the loss
+            if isinstance(stepping, LBFGS):  # LBFGS ends a step depending on the loss
                 self.reduction.require_equal_loss(loss)
             return loss
 

@@ -20,9 +20,9 @@ _OF_TORCH = {
     ),
     "tensorwise": ("Adafactor", "Muon"),
 }
-"""Torch optimizers by property; other classes declare a property by an attribute."""
+"""Names of torch optimizers by property; other classes set a class attribute of this name."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
-_NUM_PROBED = 3  # elements of a probe; distinguishes an elementwise state from a number
+_NUM_PROBED = 3  # elements of a probe: more than one, so that elementwise state is not a scalar
 
 
 class StateSpec(NamedTuple):
@@ -45,7 +45,8 @@ class PieceStep:
         optimizer: optimizer that updates every element, or every tensor, independently.
 
     Raises:
-        ConfigError: the optimizer is not known to update elements or tensors independently.
+        ConfigError: the optimizer is not known to update elements or tensors independently; its
+            parameters are not in host memory; or ``differentiable`` is set.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -99,7 +100,11 @@ class PieceStep:
         return "; ".join(str([*map(_plain, one.values())]) for one in self._settings)
 
     def step(self, pieces: Mapping[int, list[Tensor]]) -> None:
-        """Update ``pieces``, given by number of their parameter group, from their ``.grad``."""
+        """Update each piece from its ``.grad``.
+
+        Args:
+            pieces: maps the index of a parameter group to pieces of its parameters.
+        """
         self._of.param_groups = [
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
@@ -119,8 +124,8 @@ class PieceStep:
         A trial step on a tensor of ones determines dtypes and shapes.
 
         Raises:
-            ConfigError: the state contains a value that is not a tensor; or for an elementwise
-                optimizer, a tensor that has neither one element nor the parameter's elements.
+            ConfigError: the state contains a value that is not a tensor; or, for an elementwise
+                optimizer, a tensor whose number of elements is neither 1 nor the parameter's.
         """
         shape = shape if self.takes_tensors else (_NUM_PROBED,)
         key = dtype, self.kinds[group], shape

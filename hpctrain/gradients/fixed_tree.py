@@ -1,9 +1,9 @@
 """Sums over a fixed binary tree, with the same additions on any number of ranks.
 
-A batch is divided into micro-shards; their number is a power of two. Each leaf of the tree has the
-values of one micro-shard, such as gradients. Node i of level k is the sum of nodes 2i and 2i + 1
-of level k - 1; leaves have level 0. A rank with consecutive leaves sums all complete subtrees of
-its range; at most 2 log2(leaves) nodes remain.
+A batch is divided into micro-shards; their number is a power of two. Each leaf of the tree has a
+list of values of one micro-shard, such as gradients; an entry is an index in this list. Node i of
+level k is the sum of nodes 2i and 2i + 1 of level k - 1; leaves have level 0. A rank with
+consecutive leaves sums all complete subtrees of its range; at most 2 log2(leaves) nodes remain.
 """
 
 import hashlib
@@ -129,7 +129,7 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
 MESSAGE_BYTES = 4 << 20  # largest message, unless a single value is larger
 
 Absent = Callable[[int, int], Tensor]
-"""Function of (entry, level) that returns the sum of a node of this level without values."""
+"""Function of (entry, level) that returns the sum for a node without a value for the entry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ class Node:
     level: int
     index: int
     values: list[Tensor | None]
-    """Sums by entry, in memory of this node; None if no leaf below has a value."""
+    """Sums by entry, in memory of this node; None if no leaf below the node has a value."""
 
 
 def push(pending: list[Node], node: Node, absent: Absent) -> None:
@@ -177,7 +177,7 @@ def sum_over_ranks(
         pending: nodes of this rank.
         present: for each entry, whether any leaf of any rank has a value. The result of an entry
             without a value is None.
-        absent: function that returns the sum of a node without values.
+        absent: function that returns the sum for a node without a value.
     """
     rows = [
         [_value(node, entry, absent) if there else None for entry, there in enumerate(present)]

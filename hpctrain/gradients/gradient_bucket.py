@@ -163,7 +163,7 @@ class GradientBucket(TensorBucket):
         comm: ranks that sum the bucket.
         parameters: all parameters with their names.
         plan: members of the bucket, all on one device, and their offsets.
-        index: number of the bucket.
+        index: index of the bucket in its layout, from 0.
         backend: backend that sums the bucket; see ``new_storage``.
     """
 

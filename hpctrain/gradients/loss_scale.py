@@ -33,7 +33,7 @@ def unscale_by_exchange() -> None:
 
 
 def unscale_own(stepping: Any) -> None:
-    """Unscale this rank's gradients instead of ``GradScaler``; drop gradients after overflow."""
+    """Unscale this rank's gradients in place of ``GradScaler``; drop them after an overflow."""
     found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
     if found_inf is None:
         return

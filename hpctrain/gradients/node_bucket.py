@@ -30,7 +30,7 @@ _CUT = 64
 
 
 class NodeTensor:
-    """Values of one dtype in node memory, which each rank maps twice, shared and private.
+    """Values of one dtype in node memory. Each rank maps this memory twice, shared and private.
 
     Steps write to the shared map, and the program uses the private map; see ``node_values``. The
     constructor is collective over the node. The values are initially zeros.
@@ -86,7 +86,7 @@ class ParameterPiece:
     Args:
         number: index of the parameter in its bucket.
         bounds: range of the piece in the elements of the bucket.
-        start: index in the parameter of the first element of the piece.
+        start: index of the piece's first element in the 1-D elements of the parameter.
         like: tensor with the shape and strides of the piece.
         group: index of the optimizer's parameter group.
     """
@@ -162,7 +162,7 @@ class Chunk:
         size = _BLOCK_BYTES // self.total.itemsize
         cut = [one.split(size) for one in (self.total, *self.parts)]
         self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]
-        """Blocks of ``total``, each with the gradients that are summed to the block."""
+        """Blocks of ``total``, each with the gradients that are summed into the block."""
         for piece in pieces:
             own = total[piece.bounds.start - first : piece.bounds.stop - first]
             piece.values.grad = piece.grad = _formed(own, piece.like)
@@ -176,7 +176,7 @@ class NodeBucket:
     Args:
         node: memory that the ranks of the node share.
         gradients: bucket of the gradients.
-        master_dtype: dtype of the copies of 16-bit parameters; None for none.
+        master_dtype: dtype of the master copies of 16-bit parameters; None for no copies.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class NodeBucket:
         self.parts: Sequence[Mapping[str, StateSpec]] = ()
         """Dtype and shape of the state of each parameter after a step, by name."""
         self._rooms: dict[str, tuple[torch.dtype, list[int]]] = {}
-        """Dtype of each state tensor, and the offset of each parameter in the tensor."""
+        """Maps the name of a state tensor to its dtype and the offsets of the parameters in it."""
         self.shown: list[dict[str, Tensor]] = [{} for _ in self.slots]
         """State of each parameter as the program sees it, in the private map."""
         self.chunks: list[Chunk] = []
@@ -213,7 +213,7 @@ class NodeBucket:
         """Return the pieces of this rank, as one list per chunk.
 
         Args:
-            groups: parameter group of each parameter.
+            groups: index of the parameter group of each parameter.
             owned: slots whose parameters this rank updates as a whole; None to update the slice of
                 this rank. A parameter without elements may have state, and is a separate piece.
         """
@@ -283,7 +283,7 @@ class NodeBucket:
         part, first = self.parts[piece.number][name], self._rooms[name][1][piece.number]
         if part.shape is None:
             return self.state[name].place(piece.like, first + piece.start)
-        if piece.start:  # the rank with the first element of the parameter stores the number
+        if piece.start:  # only the rank with the parameter's first element stores this state
             return torch.empty(part.shape, dtype=part.dtype)
         is_like = part.shape == piece.like.shape
         return self.state[name].place(piece.like if is_like else torch.empty(part.shape), first)

@@ -28,7 +28,7 @@ from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 
 _LOOK, _MOST_LOOKS = 1024, 4
-"""Pages per check, and checks per step, which take at most 0.3 ms."""
+"""Pages per check, and largest number of checks per step; all checks take at most 0.3 ms."""
 
 
 class NodeValues:
@@ -37,8 +37,8 @@ class NodeValues:
     Args:
         comm: all ranks.
         node: memory that the ranks of this node share.
-        rule: optimizer step on slices.
-        master_dtype: dtype of the copies of 16-bit parameters; None for none.
+        rule: applies the optimizer's step to slices of parameters.
+        master_dtype: dtype of the master copies of 16-bit parameters; None for no copies.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class NodeValues:
                 bucket.shown[number] = entry
 
     def show_new_state(self, optimizer: Optimizer, present: Sequence[Sequence[bool]]) -> None:
-        """Add state that this step has created to the optimizer."""
+        """Add to the optimizer the state tensors that this step has created."""
         made: dict[Tensor, dict[str, Tensor]] = {}
         for bucket, are_present in zip(self.buckets, present, strict=True):
             for number, slot in enumerate(bucket.slots):
@@ -291,9 +291,9 @@ def require_no_masters(master_dtype: torch.dtype | None) -> None:
     """Raise ``ConfigError`` if master copies are requested without shared memory."""
     if master_dtype is not None:
         raise ConfigError(
-            f'master_dtype can only be used with shard="node" and memory that the ranks of a node '
-            f"share, but one of both is missing, got master_dtype={master_dtype}; see hpctrain "
-            f"doctor and HPCTRAIN_SHARED_MEMORY, or leave master_dtype out"
+            f'master_dtype must be used with shard="node" on nodes with shared memory, but one of '
+            f"the two is missing, got master_dtype={master_dtype}; see hpctrain doctor and "
+            f"HPCTRAIN_SHARED_MEMORY, or leave master_dtype out"
         )
 
 

@@ -59,7 +59,7 @@ class _Watch:
 
     @contextmanager
     def around(self, what: GradientBucket | SparseSlot) -> Iterator[None]:
-        """Measure norms before and after the sum of one bucket, which runs inside the context.
+        """Measure norms of one bucket before and after its sum; the sum runs inside the context.
 
         After the last bucket of a step, the norms are added to the noise scale.
         """

@@ -64,8 +64,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
 
     Args:
         optimizer: any torch optimizer; more parameters can be added later.
-        named_parameters: name and parameter of all parameters of the optimizer, for messages; None
-            to name parameters by position.
+        named_parameters: pairs of name and parameter, for all parameters of the optimizer; the
+            names appear in messages. None to name parameters by position.
         compression: compression of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a
             codec or its name (``hpctrain guide compression``), or an object with the two methods
             of Horovod compressors.
@@ -81,8 +81,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         process_set: ranks to average over; None for all ranks.
         shard: ``"node"`` stores parameters and optimizer state once per node; see ``hpctrain guide
             sharded``.
-        master_dtype: with ``shard``: dtype of the additional copies of 16-bit parameters that the
-            optimizer updates.
+        master_dtype: with ``shard``: dtype of additional copies of 16-bit parameters; the
+            optimizer updates the copies. None for no copies.
 
     Raises:
         ConfigError: an argument is not valid; also a ``ValueError``.
@@ -323,7 +323,7 @@ unscale_by_exchange()
 
 
 METHOD_MARK = "_local_method"
-"""Attribute of an optimizer: name of the local or asynchronous method that hooks it."""
+"""Attribute of an optimizer: name of the local or asynchronous method that has hooked it."""
 
 
 def require_plain(method: str, optimizer: object) -> None:
@@ -434,7 +434,10 @@ def _check(
 def _communicator(
     process_set: ProcessSet | None, master_dtype: torch.dtype | None
 ) -> Communicator | None:
-    """Return the ranks to average over; None for a single rank without master copies."""
+    """Return the ranks to average over; None if this rank needs no communicator.
+
+    A rank outside ``process_set`` and a single rank without master copies need none.
+    """
     here, process_set = world.current(), process_set or global_process_set
     if process_set.process_set_id is not None and not process_set.included():
         return None

@@ -97,9 +97,9 @@ class Grouping:
             self._group_of = _numbered(groups)
 
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
-        """Return the group number of each parameter; None for a parameter in no group.
+        """Return the group index of each parameter, from 0; None for a parameter in no group.
 
-        The list is empty if no groups were requested. If only a number of groups was given, the
+        The list is empty if no groups were requested. If only the number of groups was given, the
         parameters are divided into ranges of about equal length.
         """
         if self._group_of:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.operation_result import Work
 
 _LATE_STEPS = 64
-"""Number of steps without early sums after a void sum: void sums are computed twice."""
+"""Number of steps without early sums after a void sum, which must be computed again."""
 
 
 class RailSums:
@@ -64,7 +64,7 @@ class RailSums:
         self._chunks: list[list[tuple[Tensor, tuple[Tensor, ...]]]] = []
         self._due: dict[Slot, int] = {}  # how often each hook fired in the previous step
         self._num_late = 0  # number of remaining steps without early sums
-        self._missing: list[int] = []  # number of gradients of each bucket that are not final
+        self._missing: list[int] = []  # by bucket: number of gradients that are not final
         self._weight: float | None = None  # weight of this rank in the last sums
         self._reset()
 

@@ -39,7 +39,8 @@ class StepProgress:
     agreement: StepAgreement | None = None
     is_refused: bool = False  # whether the step message raised an error, so that no bucket is sent
     works: list[Work] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)  # result of each checked bucket
+    finite: list[bool] = field(default_factory=list)
+    """For each checked bucket, whether its sum is finite."""
     waited_s: float = 0.0
 
 
@@ -95,7 +96,7 @@ class Reduction:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0 of the communicator."""
+        """Whether this rank is rank 0 of the communicator."""
         return self._comm.rank == 0
 
     @property
@@ -160,7 +161,7 @@ class Reduction:
                 total = checksum_of(parameter.grad, total)
         written, step = [s for s in self.layout.dense if s.is_written], self.steps.number or 0
         total ^= sample_of(due([s.view for s in written if s.view.is_cpu], step), step)
-        for slot in written:  # without a wait for values of an accelerator
+        for slot in written:  # only names for an accelerator: values would require a wait
             total = total if slot.view.is_cpu else crc32(slot.name.encode(), total)
         return total if touched or written else None
 
@@ -214,15 +215,15 @@ class Reduction:
         self.steps.confirm(self._comm)
 
     def require_equal_loss(self, loss: object) -> None:
-        """Raise ``MismatchError`` unless the closures of all ranks return one loss. Collective.
+        """Raise ``MismatchError`` unless the closures of all ranks return the same loss.
 
-        No-op if some ranks have joined, because joined ranks answer only step messages.
+        Collective, but a no-op if some ranks have joined: joined ranks answer only step messages.
         """
         if self.steps.num_active == self._comm.size:
             lines = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
             remedy = (
-                "LBFGS ends a step by this loss; return the mean over ranks from the closure, "
-                "hvd.allreduce(loss.detach())"
+                "LBFGS ends a step depending on this loss; return the mean over ranks, "
+                "hvd.allreduce(loss.detach()), from the closure"
             )
             require_equal(self._comm, lines, "the result of the LBFGS closure", remedy)
 
@@ -293,7 +294,7 @@ class Reduction:
             bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Start a collective, on the communicator's thread if it has one; measure the time."""
+        """Start a collective, on the communicator's thread if there is one; measure the time."""
         work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 

@@ -32,8 +32,8 @@ def check_replicas(
 ) -> None:
     """Raise unless the model is bitwise identical on all ranks. Collective over the process set.
 
-    Called between two steps, where replicas must be equal. Each rank hashes its tensors, and one
-    small message compares the hashes; names are sent only if hashes differ.
+    Call this function between two steps, where replicas must be equal. Each rank hashes its
+    tensors, and one small message compares the hashes; names are sent only if hashes differ.
 
     Args:
         model: module whose parameters are compared.
@@ -114,16 +114,17 @@ def _shown(comm: Communicator, mine: Mapping[str, str], differ: Sequence[str]) -
 class _Owner(NamedTuple):
     """A rank that has the value of more than half of the ranks."""
 
-    rank: int | None  # None if there is none
+    rank: int | None  # None if no value is the same on more than half of the ranks
     is_equal: bool  # whether this rank has the same value
 
 
 def _owners(
     comm: Communicator, mine: Mapping[str, str], differ: Sequence[str]
 ) -> dict[str, _Owner]:
-    """Return an owner of each value. Collective; the bytes do not depend on the number of ranks.
+    """Return an owner of each value that differs. Collective.
 
-    Each bit of the hash of a majority is set on more than half of the ranks, or on fewer.
+    The bytes sent do not depend on the number of ranks. If more than half of the ranks have the
+    same hash, each bit of this hash is the bit that more than half of the ranks have.
     """
     hashes = [int(mine.get(name, "0"), 16) for name in differ]
     bits = torch.tensor([[number >> place & 1 for place in range(64)] for number in hashes])

@@ -101,8 +101,8 @@ class Reproducible:
         self._ranges = [
             own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
         ]
-        self.own = self._ranges[comm.rank]  # numbers of the micro-shards of this rank
-        self.next_step = 0  # number of the next step; random numbers depend on it
+        self.own = self._ranges[comm.rank]  # indices of the micro-shards of this rank
+        self.next_step = 0  # index of the next step, from 0; random numbers depend on it
         self.communication_seconds = 0.0
         """Seconds of the last step for communication, including waits."""
         self.raised_flags = 0
@@ -239,7 +239,8 @@ class Reproducible:
                 f"pass the same num_samples on every rank"
             )
         self.raised_flags = functools.reduce(operator.or_, (r.flags for r in reports))
-        # Flags of entries and counters are not in the reports: each rank would receive N of them.
+        # Facts about entries, and counters, are not in the reports: each rank would receive N
+        # copies.
         present = [
             any(node.values[entry] is not None for node in work.pending)
             for entry in range(len(work.values))

@@ -83,7 +83,7 @@ def exponent_of(weight: float) -> int:
 
 
 def peak_of(weight: float) -> float:
-    """Encode a weight as a number whose sum over ranks ``exponent_of_peaks`` decodes."""
+    """Encode a weight so that ``exponent_of_peaks`` can decode the sum of the ranks' codes."""
     return 2.0 ** (_SPREAD * exponent_of(weight)) if weight else 0.0
 
 

@@ -216,7 +216,7 @@ class ShardedReduction(Reduction):
 
         Args:
             own: largest absolute element of this rank's slice if ``order`` is infinite, else the
-                sum of powers.
+                sum of the absolute elements to the power ``order``.
             order: order of the norm.
         """
         total = torch.tensor([own], dtype=torch.float64)
@@ -249,7 +249,7 @@ class ShardedReduction(Reduction):
             for out, parts in chunk.blocks:
                 combine_to(out, weighted(parts, self._factors), bucket.how, self.count.scale)
             return
-        _, late = scaled_when(self.count.scale_of(0), bucket.how)  # sums in 16 bits are scaled
+        _, late = scaled_when(self.count.scale_of(0), bucket.how)  # 16-bit sums are already scaled
         number = self.values.buckets.index(bucket)
         total = self._sums[number].shared[chunk.bounds].view(bucket.how.storage_dtype)
         combine_to(chunk.total, (total,), bucket.how, late)

@@ -47,8 +47,8 @@ class ShardedStep(Reducer, OptimizerExchange):
         reduction: reduction that sums the gradients of each slice.
         parameters: function that returns the current parameters with their names.
         optimizer: optimizer whose step is applied to the slices.
-        master_dtype: dtype of the copies of 16-bit parameters that the optimizer updates; None for
-            none.
+        master_dtype: dtype of additional copies of 16-bit parameters; the optimizer updates the
+            copies. None for no copies.
 
     Raises:
         ConfigError: ``master_dtype`` is not supported, or ``PieceStep`` does not support the
@@ -73,7 +73,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         self._optimizer = weakref.ref(optimizer)
         self._own: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
         """Version, address and strides of each gradient after backward, by parameter."""
-        self._changed_name = ""  # name of a parameter whose gradient was changed too late
+        self._changed_name = ""  # name of a parameter whose gradient is not usable, or empty
         self._changes: list[Change] = []
         self._is_new = True  # whether gradients were computed after the last step message
         self._old_weight: float | None = None
@@ -124,7 +124,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         if self._changes:  # backward after clipping
             if any(p.grad is not None and p.grad.any() for p in self._own):
                 self._changed_name = slot.name
-            self._changes = []  # of gradients that the program has cleared
+            self._changes = []  # these were for gradients that the program has cleared
         if slot.parameter in self._own:
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name
@@ -190,7 +190,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _weight_has_changed(self) -> bool:
-        """Whether the previous step has clipped gradients, or the weight has changed later."""
+        """Whether the previous step has clipped gradients, or the weight has changed since."""
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
@@ -353,7 +353,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
         """Unscale the averaged gradients in the next step; return whether any is not finite.
 
-        Collective. Returns None if no rank has a gradient, as in ``.grad``.
+        Collective. Returns None if no rank has a gradient; ``GradScaler`` then reads ``.grad``.
         """
         if self._overflowed:  # GradScaler has skipped that step, so drop its clipping
             self._changes = []

@@ -62,7 +62,7 @@ class GradientState:
 
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return version and address of a tensor, which change when the program writes the tensor."""
+    """Return version counter and address of a tensor; a write changes at least one of the two."""
     return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
@@ -143,7 +143,7 @@ class SparseSlot(GradientState):
         self._total = total.to(values.dtype)
 
     def arrive(self) -> None:
-        """Set ``.grad`` to the sum; None if no rank has a gradient."""
+        """Set ``.grad`` to the sum; if no rank has a gradient, ``.grad`` stays None."""
         if self._total is not None:
             self.parameter.grad = self._gradient = self._total.to(self.parameter.device)
             self._total, self.is_result = None, True

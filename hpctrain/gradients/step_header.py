@@ -19,8 +19,8 @@ from hpctrain.gradients.sample_count import (
 )
 
 _BITS = 20
-"""Compared bits of a value. Squares are sent in halves of ``_BITS``, so that float64 adds values
-and squares of up to 2^33 ranks exactly."""
+"""Compared bits of a value. A square is sent as two halves of ``_BITS`` bits, so that float64 adds
+values and squares of up to 2^33 ranks exactly."""
 _MASK = (1 << _BITS) - 1
 
 
@@ -28,8 +28,8 @@ _MASK = (1 << _BITS) - 1
 class StepHeader:
     """Facts about the step that a rank begins, for any exchange of a ``DistributedOptimizer``."""
 
-    member: int = 0  # number of the optimizer; see ``StepSync.enter``
-    step: int | None = None  # steps taken; None (any) after a state was loaded
+    member: int = 0  # index of the optimizer; see ``StepSync.enter``
+    step: int | None = None  # steps taken; None after a state was loaded, for no comparison
     skipped: int = 0
     """Checksum of the steps that this rank skipped after their gradients were averaged."""
     may_skip_alone: bool = False  # whether ``skipped`` can differ between ranks
@@ -53,7 +53,7 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AverageFacts:
-    """Changes of gradients by the program before they are averaged."""
+    """Changes that the program has made to gradients before the average."""
 
     program_changes: int | None = None
     """Checksum of reduced gradients that the program has changed or dropped; None if unchanged."""
@@ -78,10 +78,10 @@ class ShardedFacts:
     """Whether the program has changed parameters that the ranks of a node share."""
     is_new: bool = False  # whether gradients were computed after the last message of this step
     is_spoilt: bool = False  # whether a step failed midway, so that no rank has valid weights
-    is_stale: bool = False  # whether uncounted writes to parameters were detected too late
+    is_stale: bool = False  # whether writes without a new version were detected some steps late
     is_early: bool = False  # whether sums between nodes are in flight
-    is_void: bool = False  # whether gradients have changed after these sums were started
-    synchronizes: bool = False  # whether ``synchronize()`` sends the message; another one follows
+    is_void: bool = False  # whether gradients have changed after such sums were started
+    synchronizes: bool = False  # whether ``synchronize()`` sends this message, before another one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +181,7 @@ def words_of(mine: StepMessage | None) -> list[float]:
 
 
 def _comparable(value: int | None) -> tuple[int, int, int, int]:
-    """Return count, value and halves of the square, for ``_all_equal`` of their sums."""
+    """Return count, value and both halves of the square; ``_all_equal`` compares their sums."""
     if value is None:
         return 0, 0, 0, 0
     value &= _MASK

@@ -58,7 +58,7 @@ class StepSync:
         self._num_taken = 0  # own steps of this rank since all ranks had joined
 
     def enter(self, member: Member) -> int:
-        """Register an optimizer and return its number; called in the same order on all ranks."""
+        """Register an optimizer and return its index. Called in the same order on all ranks."""
         self._members.append(weakref.ref(member))
         return len(self._members) - 1
 
@@ -75,7 +75,8 @@ class StepSync:
         Args:
             comm: ranks to synchronize.
             mine: message of this rank; None if the rank has joined.
-            sample: returns the checksums of the compared weights in a step, by name.
+            sample: function of a step that returns the checksums of the weights that are compared
+                in this step, by name.
 
         Raises:
             MismatchError: the ranks do not begin the same step; raised on all ranks.

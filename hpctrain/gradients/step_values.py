@@ -8,10 +8,10 @@ from torch.nn import Parameter
 
 
 class StepValues:
-    """Collects the gradients and buffers after each micro-shard, as numbered entries.
+    """Collects the gradients and buffers after each micro-shard.
 
-    The constructor clears the gradients and copies the buffers. Every micro-shard starts with
-    these copies.
+    An entry is the index of a parameter or, after the parameters, of a buffer. The constructor
+    clears the gradients and copies the buffers. Every micro-shard starts with these copies.
 
     Args:
         model: module whose buffers are restored.
@@ -84,7 +84,7 @@ class StepValues:
     ) -> None:
         """Set gradients and floating-point buffers to ``sums`` times ``scale``.
 
-        Integer buffers are set to ``counters``, given by entry.
+        ``counters`` maps entries of integer buffers to the new values.
         """
         for entry, total in enumerate(sums):
             if total is not None:

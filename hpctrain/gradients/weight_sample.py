@@ -20,7 +20,7 @@ _NUM_BYTES = 256  # bytes sampled of each parameter; the next step samples the n
 
 
 class WeightSample:
-    """Computes checksums of some bytes of the parameters, which the step number selects.
+    """Computes checksums of some bytes of the parameters; the step number selects the bytes.
 
     The object also detects which parameters were written after the last step.
 
@@ -106,7 +106,7 @@ def due(items: Sequence[T], step: int) -> Sequence[T]:
 
 
 def sample_of(tensors: Iterable[Tensor], step: int) -> int:
-    """Return a checksum of some bytes of each tensor, which ``step`` selects.
+    """Return a checksum of some bytes of each tensor; ``step`` selects the bytes.
 
     Tensors must be on the CPU, without gaps in memory, and not empty.
     """

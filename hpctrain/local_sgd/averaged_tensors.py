@@ -22,7 +22,8 @@ class Tensors:
     """Named tensors to average, such as buffers. Base class of other selections.
 
     Args:
-        found: returns the current floating-point or complex tensors with their names.
+        found: function that returns the current floating-point or complex tensors with their
+            names.
     """
 
     def __init__(self, found: Callable[[], NamedTensors]) -> None:
@@ -44,7 +45,7 @@ class Tensors:
         """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return the names of tensors that become the mean even if ``keep`` is not 0."""
+        """Return the names of tensors for which ``Averaging.finish`` ignores ``keep``."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
@@ -67,10 +68,10 @@ class Roster(Tensors):
         self._equal: dict[str, Mark] = {}
         self._stepped: set[Tensor] = set()
         self.inner: list[Roster] = []
-        """Rosters of subsets of ranks; parameters that become equal here become equal in these."""
+        """Rosters of subsets of ranks; parameters that become equal here become equal there."""
 
     def note_step(self) -> None:
-        """Record the parameters that the optimizer has updated: all with a gradient."""
+        """Record the parameters that the optimizer has updated: all parameters with a gradient."""
         self._stepped.update(p for p in self._optimized() if p.grad is not None)
         for roster in self.inner:
             roster.note_step()
@@ -182,7 +183,7 @@ def _mark(tensor: Tensor) -> Mark:
 
 
 Layout = dict[str, dict[str, Any]]
-"""Shape and dtype of each tensor of a parameter's state; None for other entries."""
+"""By parameter and name of an entry of its state: shape and dtype, or None if not a tensor."""
 
 _NUMBERS = "ranks with state, and numbers of steps"
 

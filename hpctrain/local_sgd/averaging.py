@@ -51,7 +51,7 @@ class Averaging:
         self._works: list[Work] = []
         self._held: set[str] = set()
         self._buckets: list[TensorBucket] = []
-        self._members: list[Sequence[int]] = []  # numbers of the tensors in each bucket
+        self._members: list[Sequence[int]] = []  # indices of the tensors in each bucket
         self.build(float(comm.rank == 0), 1.0)
 
     @property
@@ -286,7 +286,7 @@ class NodeVector:
                 (bounds, peer[: bounds.stop - bounds.start])
                 for bounds, peer in zip(slices, peers, strict=True)
             )
-            """For each rank of the node: bounds in the vector, and elements, of its slice."""
+            """Slice of each rank of the node: bounds in the vector, and elements."""
             self.bounds, self.own = self.parts[node.rank]
         else:
             self.bounds, self.own = slice(0, numel), torch.zeros(numel, dtype=dtype)
@@ -299,15 +299,15 @@ class NodeVector:
 
 
 class AnchoredAveraging(Averaging):
-    """Averages θ_anchor - θ_k over the ranks k, updates the anchor, and copies it to all ranks.
+    """Averages θ_anchor - θ_k over the ranks k, updates the anchor, and copies the anchor to all.
 
     The anchor is a copy of the tensors that is identical on all ranks. A codec may round the
     differences: the error is proportional to the change, and all ranks continue with identical
     values. Anchor and momentum are stored in node memory, and each rank of the node updates a
     slice of both. Without shared memory, each rank stores a full copy of both.
 
-    The anchor takes Nesterov SGD steps with ``lr`` and ``momentum``; by default it becomes the
-    mean. The constructor sets the anchor to the tensors of rank 0; it is collective.
+    The anchor takes Nesterov SGD steps with ``lr`` and ``momentum``; by default the anchor becomes
+    the mean. The constructor sets the anchor to the tensors of rank 0; it is collective.
 
     Args:
         *averaging: as for ``Averaging``.
@@ -395,7 +395,7 @@ class AnchoredAveraging(Averaging):
         With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
         as in torch.optim.SGD(nesterov=True).
         """
-        self._node.barrier()  # others may still be reading the slice that moves now
+        self._node.barrier()  # other ranks may still read the slice that this rank updates
         lr, mu = self._lr, self._momentum
         for momentum, move in zip(self._momenta, self._moves, strict=bool(self._momenta)):
             momentum.own.mul_(mu).add_(move)

@@ -201,7 +201,7 @@ class DiLoCo(LocalMethod):
         self.rounds.agrees = True
 
     def _part(self, number: int) -> list[str]:
-        """Return the parameters of fragment ``number``; add new parameters to the smallest."""
+        """Return the names in fragment ``number``; add new parameters to the smallest fragment."""
         sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.current()}
         known = {name for part in self._parts for name in part}
         for name in [name for name in sizes if name not in known]:

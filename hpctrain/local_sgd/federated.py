@@ -23,7 +23,8 @@ class Draw(StateFields):
     Args:
         rank: this rank.
         size: number of ranks.
-        fraction: fraction of the ranks, above 0 and at most 1; rounded, at least one rank.
+        fraction: fraction of the ranks to draw, above 0 and at most 1; the number of ranks is
+            rounded, and at least 1.
         seed: seed of all draws.
     """
 

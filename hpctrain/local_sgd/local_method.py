@@ -89,8 +89,8 @@ class LocalMethod(CommonBlock, StateFields):
             raise ConfigError(
                 f"an optimizer can only have one local or asynchronous method at a time, but "
                 f"{getattr(optimizer, METHOD_MARK)} has the optimizer of this "
-                f"{type(self).__name__}; end the block of {getattr(optimizer, METHOD_MARK)}, or "
-                f"call its close(), before"
+                f"{type(self).__name__}; first end the block of "
+                f"{getattr(optimizer, METHOD_MARK)}, or call its close()"
             )
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
@@ -158,10 +158,10 @@ class LocalMethod(CommonBlock, StateFields):
     def skip_step(self) -> None:
         """Count a step that this rank does not take, for lack of data or after an overflow.
 
-        Called in place of ``optimizer.step()``, which ``GradScaler`` may leave out. A step in
-        which all ranks average gradients must be skipped by all ranks or by none; otherwise all
-        ranks raise ``MismatchError`` in the next step, or at the end of the block. If other ranks
-        set numbers of samples, call ``set_num_samples(0)`` before.
+        Called in place of ``optimizer.step()``, which ``GradScaler`` may skip. A step in which all
+        ranks average gradients must be skipped by all ranks or by none; otherwise all ranks raise
+        ``MismatchError`` in the next step, or at the end of the block. If other ranks set numbers
+        of samples, call ``set_num_samples(0)`` before.
         """
         self._require_open()
         self._average_gradients(is_skipped=True)
@@ -277,7 +277,7 @@ class LocalMethod(CommonBlock, StateFields):
 
     @property
     def raised_flags(self) -> int:
-        """Bits that any rank raised if the ranks have synchronized in the last step; else 0."""
+        """Bits that any rank raised; 0 if the ranks have not synchronized in the last step."""
         if not self.clock.has_synchronized:
             return 0
         if self._comm.size == 1:

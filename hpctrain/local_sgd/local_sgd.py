@@ -40,7 +40,7 @@ class LocalSGD(LocalMethod):
     Args:
         model: module with equal parameters and buffers on every rank.
         optimizer: plain torch optimizer of the model's parameters.
-        steps: steps per round: a number; a function of the number of the round, counted from 0; or
+        steps: steps per round: a number; a function of the index of the round, from 0; or
             ``"auto"`` for the smallest number with which averaging takes at most ``share`` of the
             time, by measurement.
         state: treatment of the optimizer's state when replicas are averaged. ``local``: each rank

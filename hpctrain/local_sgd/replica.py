@@ -49,11 +49,11 @@ class Replica:
         self.load_own_state(())
 
     def own_state(self) -> list[list[str]]:
-        """Return the names of parameters that may differ between ranks, by roster."""
+        """Return the names of parameters that may differ between ranks, one list per roster."""
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
     def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
-        """Restore a result of ``own_state``; pass an empty one if all parameters are equal."""
+        """Restore a result of ``own_state``; empty if all parameters are equal on all ranks."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 
@@ -115,7 +115,8 @@ class Replica:
     def mean_state(self, share: Share) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with the means of its tensors. Collective.
 
-        Numbers of steps, which differ if a rank has skipped steps, are the largest of all ranks.
+        A number of steps is the largest of all ranks; the numbers differ if a rank has skipped
+        steps.
         """
         means = {id(tensor): self._mean(tensor, share) for _, tensor in self.state()}
         state = self.optimizer.state_dict()

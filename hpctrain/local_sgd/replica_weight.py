@@ -60,7 +60,7 @@ class SampleSums:
         self.nominal, self.num_uncounted = 0.0, 0
 
     def report(self) -> dict[str, float]:
-        """Return numbers whose sums over ranks ``require_same_counting`` evaluates."""
+        """Return numbers; ``require_same_counting`` evaluates the sums of these over ranks."""
         nominal = self.nominal
         uncounted = self.num_uncounted if self.is_counted else 0
         return {

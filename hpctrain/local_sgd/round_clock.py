@@ -43,7 +43,7 @@ class RoundClock:
         return not self.has_synchronized and (self.must_synchronize or (soon and not busy))
 
     def count_step(self, step: int, *, synchronous: bool) -> None:
-        """Record the end of ``step``; all ranks averaged its gradients if ``synchronous``."""
+        """Record the end of ``step``; if ``synchronous``, all ranks averaged its gradients."""
         self.has_synchronized = synchronous
         if synchronous:
             self._last_sync = step

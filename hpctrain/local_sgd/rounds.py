@@ -27,10 +27,10 @@ class RoundOpening:
 
     weight: float  # weight of this rank's replica
     total_weight: float  # sum of all ranks' weights; 0 if no replica counts
-    outdated: bool  # whether some rank has other tensors than its buckets
+    outdated: bool  # whether the tensors of some rank do not match its buckets
     step_s: float  # mean seconds of a step, without averages
     round_s: float
-    """Mean over ranks of the seconds of the previous average, with waits for other ranks."""
+    """Seconds that the previous average took, with waits for other ranks; mean over ranks."""
 
 
 class Rounds:
@@ -76,7 +76,7 @@ class Rounds:
         return self.takes_part and self.draw.includes(self.number)
 
     def count_step(self, *, synchronous: bool) -> None:
-        """Record the end of a step; all ranks averaged its gradients if ``synchronous``."""
+        """Record the end of a step; if ``synchronous``, all ranks averaged its gradients."""
         self.step += 1
         self.agrees &= synchronous
         self._clock.count_step(self.step, synchronous=synchronous)

@@ -13,7 +13,7 @@ from hpctrain.local_sgd.state_fields import Fields
 
 
 class StagedSGD(LocalMethod):
-    """Averages gradients over all ranks in warm-up and cool-down, and in nodes in between.
+    """Averages gradients over all ranks in warm-up and cool-down, else inside each node.
 
     Between warm-up and cool-down the ranks of a node average gradients. Every ``steps`` steps all
     nodes send their parameters, and ``delay`` steps later each node merges the mean: with P nodes
@@ -30,7 +30,7 @@ class StagedSGD(LocalMethod):
         model: module with equal parameters and buffers on every rank.
         optimizer: plain torch optimizer of the model's parameters.
         warmup_steps: synchronous steps at the start.
-        cooldown_start: number of the first step of the cool-down.
+        cooldown_start: index of the first step of the cool-down, from 0.
         steps: largest number of steps between two exchanges.
         delay: steps between the send of parameters and the merge of their mean, at most
             ``steps``; None for a quarter of ``steps``, at least 1; 0 for no delay.
@@ -42,8 +42,8 @@ class StagedSGD(LocalMethod):
     Raises:
         ConfigError: an argument is not valid.
 
-    Source: Coquelin et al. 2022, J. Big Data 9:14 (DASO). Differs: ranks may be placed in any
-    numbers per node; every rank of a node sends one slice of the parameters; the ranks of a node
+    Source: Coquelin et al. 2022, J. Big Data 9:14 (DASO). Differs: nodes may have different
+    numbers of ranks; every rank of a node sends one slice of the parameters; the ranks of a node
     average gradients in every step.
     """
 

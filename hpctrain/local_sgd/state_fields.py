@@ -1,4 +1,4 @@
-"""Save and restore of the attributes of objects, described by tables of attribute names."""
+"""Saving and restoring of attributes of objects, listed in tables of attribute names."""
 
 from collections.abc import Mapping
 from copy import deepcopy

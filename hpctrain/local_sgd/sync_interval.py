@@ -9,7 +9,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.state_fields import Fields, StateFields
 
 Steps = int | str | Callable[[int], int]
-"""A number, ``"auto"``, or a function from the number of a round, counted from 0."""
+"""A number, ``"auto"``, or a function of the index of a round, from 0."""
 
 TRIAL_ROUNDS = 3
 """Rounds of ``least`` steps before ``"auto"`` decides; the first round is not measured."""
@@ -23,7 +23,7 @@ class SyncInterval(StateFields):
     of steps.
 
     Args:
-        steps: number, ``"auto"``, or function of the number of a round.
+        steps: number, ``"auto"``, or function of the index of a round, from 0.
         share: largest fraction of the time for averaging, for ``"auto"``.
         least: smallest number of steps, for ``"auto"``.
         most: largest number of steps, for ``"auto"``.

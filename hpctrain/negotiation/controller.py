@@ -1,4 +1,4 @@
-"""``Controller``, which executes the named operations of a process set in one order."""
+"""``Controller``, which executes named operations in the same order on all ranks of a set."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ class Controller:
     ``comm``: it creates mailboxes.
 
     Args:
-        comm: the ranks. No other code may use this communicator; ``close`` closes it.
+        comm: communicator of the ranks, used by no other code; ``close`` closes it.
         timelines: timelines of this rank.
         stalls: detects operations that some rank does not submit.
         fusion_bytes: maximum size of a fused message.
@@ -82,8 +82,8 @@ class Controller:
 
         Args:
             request: the operation.
-            take: converts the result to the return value of ``wait``.
-            is_awaited: True if the caller calls ``wait`` next, which then starts the operation.
+            take: function that converts the result to the return value of ``wait``.
+            is_awaited: True if the caller calls ``wait`` next; ``wait`` then starts the operation.
 
         Raises:
             DuplicateNameError: an operation of this name is in flight on this rank.
@@ -193,7 +193,7 @@ class Controller:
         return self._progress.broken is not None
 
     def shut_down(self) -> None:
-        """Fail all operations; no final operation synchronizes the ranks. Collective."""
+        """Fail all operations, without a final synchronization of the ranks. Collective."""
         self._progress.shut_down()
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class Controller:
             self.comm.close()
 
     def abandon(self) -> None:
-        """Close the controller, but not its communicator, for another controller. Collective."""
+        """Close the controller; another controller can use its communicator. Collective."""
         if not self._is_open:
             return
         self._is_open = False

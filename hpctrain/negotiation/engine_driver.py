@@ -36,7 +36,8 @@ whose operation does not return."""
 class SubmissionTimer(Timer):
     """A timer after which the background thread executes operations without a waiting caller.
 
-    The timer is not cancelled when a caller waits: setting it takes as long as an operation.
+    The timer is not cancelled when a caller waits, because setting the timer again takes as long
+    as an operation.
 
     Args:
         cycle_s: time that operations without a waiting caller are delayed.
@@ -67,9 +68,9 @@ class EngineDriver:
     background thread drives the engine for operations without a waiting caller, and stops as soon
     as a caller waits. If only one thread may call MPI, there is no background thread.
 
-    A signal handler may use this object, and its exception may end a call at any point. So there
-    is no lock: each change is one atomic operation of a container, and a call that ends by an
-    exception repeats its changes, which then have no effect or the missing one.
+    A signal handler may use this object, and an exception of the handler may end a call at any
+    point. Therefore there is no lock: each change is one atomic operation of a container. A call
+    that ends by an exception repeats its changes; a change that was already made has no effect.
 
     Args:
         progress: the engine; the doorbell of its mailbox wakes the driving thread.
@@ -233,7 +234,7 @@ class EngineDriver:
             self._is_sleeping = False
 
     def _pass_on(self, call: object) -> None:
-        """End the drive of ``call``, if it drives; wake a caller or the background thread."""
+        """Let ``call`` stop driving, if it drives; wake a caller or the background thread."""
         if call is not None and self._driving.get(_CALL) is call:
             del self._driving[_CALL]
         if self._driving:
@@ -269,7 +270,7 @@ class EngineDriver:
                 continue
             try:
                 self._drive_once(self._drive, self._is_unneeded)
-            except Exception as error:  # waiting and later callers get it from the engine
+            except Exception as error:  # waiting and later callers get the error
                 if not (isinstance(error, CommError) or is_loss(error)):
                     raise
 

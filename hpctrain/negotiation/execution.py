@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DIRECT_BYTES = 1 << 20
 """Minimum size of tensors that are not fused: the copy costs more than the saved message."""
 BUCKET_BYTES = 128 * KIB
-"""Minimum size of messages in node memory: one copy less, two more synchronizations."""
+"""Minimum size of messages that are reduced in place: one copy less, two more synchronizations."""
 _MAX_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some KiB
 
 
@@ -36,8 +36,8 @@ def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
 
     The result depends on the signatures only, so it is the same on all ranks. All-reduces of the
     same dtype, operation and factors are fused up to ``fusion_bytes``, at the position of the
-    first of them. All other requests, and requests of several dtypes, are executed alone. A
-    request is never split.
+    first of these requests. All other requests, and requests of several dtypes, are executed
+    alone. A request is never split.
     """
     found: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -128,7 +128,7 @@ class FusionBuffer:
             size = MIB
             while size < num_bytes:
                 size *= 2
-            with agreed(self._comm, NodeMemoryError):  # it fails on all ranks of one node
+            with agreed(self._comm, NodeMemoryError):  # allocation may fail on one node
                 self._memory = self._comm.new_bucket(size, torch.uint8)
         assert self._memory is not None
         return self._memory
@@ -188,7 +188,7 @@ class Phases:
 
 
 class Executor:
-    """Executes batches of operations, which are the same on all ranks. Not thread-safe.
+    """Executes batches of operations; a batch is the same on all ranks. Not thread-safe.
 
     Args:
         comm: communicator of the operations.

@@ -9,11 +9,11 @@ tensor: each rank has written its values to its slot before the commit, so only 
 aborted operation is announced by control messages, as are all operations while a rank waits for
 the answer to a control message. Rank 0 takes part in both, so all operations have one order.
 
-On several nodes, the first ranks of the nodes vote by an all-reduce of small messages, which
-contain the number of the prepared operation and partial sums. A rank that receives another number,
-or a refusal, sends a refusal to the next rank, so all nodes get the same outcome after as many
-rounds as a sum takes. A vote cannot be withdrawn. Values are added in the order of the plan, so
-results do not depend on the path.
+On several nodes, the first ranks of the nodes vote by an all-reduce of small messages. A message
+contains the number of the prepared operation and partial sums. A rank that receives another
+number, or a refusal, sends a refusal to the next rank, so all nodes get the same outcome after as
+many rounds as a sum takes. A vote cannot be withdrawn. Values are added in the order of the plan,
+so results do not depend on the path.
 
 States of a rank (``PathState``)::
 
@@ -75,7 +75,7 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""Schedule of votes, with as many messages for any size: a node that refuses knows no size."""
+"""Schedule of votes: as many messages for any size, since a node that refuses knows no size."""
 _REFUSED = -1
 _CALL, _NUMBER_BYTES = b"", 8  # _CALL is sent by a node that receives before it sends
 
@@ -116,7 +116,7 @@ class NodeVotes(Wire):
         self.is_open = False  # this node has voted, and the outcome is not known
 
     def start(self, number: int, ballot: Ballot = _BLANK) -> None:
-        """Start a vote for operation ``number``, which also combines the values of all nodes."""
+        """Start a vote for operation ``number``; it also combines the values of all nodes."""
         self.is_open, self._number = True, number
         self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
         self._awaited = next(self._steps, None)
@@ -192,10 +192,10 @@ _IDLE, _BUSY, _PREPARED, _VOTING = PathState  # a lookup in an Enum takes 50 ns
 class NodeCommit:
     """Commits or aborts prepared operations with the other ranks of the node.
 
-    Not thread-safe. The word of a rank contains the number of its prepared operation and the
-    number of earlier commits, which is the same on all ranks, so an old word has no effect. The
-    rank itself stores the word; rank 0 overwrites the word to abort. The word of rank 0 is the
-    number of commits.
+    Not thread-safe. The word of a rank contains the number of its prepared operation and the count
+    of earlier commits. The count is the same on all ranks, so an old word has no effect. The rank
+    itself stores the word; rank 0 overwrites the word to abort. The word of rank 0 is the count of
+    commits.
 
     Args:
         channel: words, doorbells and tree of the node.
@@ -223,8 +223,8 @@ class NodeCommit:
 
         Args:
             number: number of the operation.
-            ballot: returns the values of the node's vote; rank 0 calls it once all ranks of the
-                node are ready.
+            ballot: function that returns the values of the node's vote; rank 0 of the node calls
+                the function once all ranks of the node are ready.
         """
         self._ballot, self.state = ballot, _PREPARED
         self._word = word = self.num_commits << _NUMBER_BITS | number + 1
@@ -265,7 +265,7 @@ class NodeCommit:
         return True
 
     def set_busy(self, *, busy: bool) -> None:
-        """Publish whether this rank waits for control messages, which prevents commits. Local.
+        """Publish whether this rank waits for control messages; waiting prevents commits. Local.
 
         The caller must call this method before a control message is sent, before other ranks can
         receive the answer, and whenever rank 0 was woken while busy, so that rank 0 aborts the

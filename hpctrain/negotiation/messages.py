@@ -35,7 +35,7 @@ class OperationBatch:
     entries: tuple[Entry, ...]
     join_over: int | None = None
     """The rank that joined last, when all have joined; the join then ends."""
-    bits: int = field(default=0, compare=False)  # the numbers, if all have one
+    bits: int = field(default=0, compare=False)  # the entries' numbers as bits, or 0
     runs: list[list[int]] | None = field(default=None, compare=False)
     """Indices of entries that share a message; cached, since batches repeat."""
 
@@ -46,7 +46,7 @@ class Report(NamedTuple):
     bits: int = 0  # numbered operations that all of these ranks have announced
     names: Sequence[tuple[str, list[Part]]] = ()
     """Other operations that each of these ranks has announced, unless it has joined."""
-    ranks: tuple[int, ...] = ()  # these ranks; sent once
+    ranks: tuple[int, ...] = ()  # this rank and the ranks below it; sent once
     joins: Sequence[int] = ()
     """Ranks that have joined, in the order of arrival."""
     all_joined: bool = False  # whether all of these ranks have joined

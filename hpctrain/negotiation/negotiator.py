@@ -23,10 +23,10 @@ class RelayedQuestion(Protocol):
         """Kind of the question. The root sends the next question of a kind after ``finish``."""
 
     def merged(self, other: Any) -> Any:
-        """Return a question for this question and ``other``, of the same kind."""
+        """Return one question that asks this question and ``other``, which has the same kind."""
 
     def without(self, other: Any) -> Any:
-        """Return what ``other``, of the same kind, does not ask; None if it asks everything."""
+        """Return the part of this question that ``other`` does not ask, or None if it asks all."""
 
 
 class QuestionRelay:
@@ -35,9 +35,10 @@ class QuestionRelay:
     A question is, for example, whether a rank has submitted an operation that other ranks wait
     for. Questions pass through the root, which determines their order, so the order is the same on
     all ranks. Often all ranks ask the same question within a second: so each rank sends at most
-    one question of each kind to its parent until the next question of that kind from the root, and
-    merges those that it receives meanwhile. Answers may be any picklable objects. Any thread may
-    append to ``asked``; everything else is not thread-safe.
+    one question of each kind to its parent until it receives the next question of that kind from
+    the root. Meanwhile, the rank merges the questions of that kind that it receives. Answers may
+    be any picklable objects. Any thread may append to ``asked``; everything else is not
+    thread-safe.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class QuestionRelay:
             self.finish(question)
 
     def finish(self, question: RelayedQuestion) -> None:
-        """Send later questions of this kind. The root calls this after it has the answers."""
+        """Allow the next question of this kind. The root calls this after it has the answers."""
         self._in_flight.pop(question.kind, None)
         held = self._held.pop(question.kind, None)
         rest = None if held is None else held.without(question)
@@ -95,9 +96,9 @@ class Negotiator:
 
     A rank reports an operation to its parent once the rank and all ranks below have announced the
     operation. Operations that are complete at the root are ready; the root sends its decision down
-    the tree. Operations that were decided before have numbers (``ResponseCache``), so that any
-    number of them is one bit vector: for 1000 ranks and 100 operations, 1998 messages of 18 bytes.
-    A rank that has joined counts as having announced every operation.
+    the tree. Operations that were decided before have numbers (``ResponseCache``), so that one bit
+    vector announces any of these operations: for 1000 ranks and 100 operations, 1998 messages of
+    18 bytes. A rank that has joined counts as having announced every operation.
 
     Messages between two ranks must arrive in the order in which they were sent. Not thread-safe.
 
@@ -120,7 +121,7 @@ class Negotiator:
         self._is_changed = False
         self._out: list[tuple[int, bytes]] = []
         self._batches: list[OperationBatch] = []
-        self._joins: list[int] = []  # all joined ranks on the root, else those not yet reported
+        self._joins: list[int] = []  # on the root all joined ranks, else those not yet reported
         self._is_join_reported = False
         self._is_introduced = False
 
@@ -129,7 +130,7 @@ class Negotiator:
     def announce(self, name: str, signature: Signature) -> None:
         """Announce that this rank has submitted an operation. Local.
 
-        An earlier operation of this name must be decided before.
+        An earlier operation of this name must already be decided.
 
         Raises:
             CommError: this rank has joined.

@@ -101,10 +101,10 @@ class PendingTable:
 
     def __init__(self, rank: int, num_children: int, slots: ResponseCache) -> None:
         self.bits = [0] * (1 + num_children)
-        """By source, the announced, undecided operations."""
+        """By source, the numbers of its announced, undecided operations, as bits."""
         self.joined = [False] * (1 + num_children)  # by source, whether all its ranks have joined
         self.ranks: list[Sequence[int]] = [(rank,), *((),) * num_children]
-        """By source, its ranks; set before its first operation is complete."""
+        """By source, its ranks; set before the first operation of the source is complete."""
         self._slots = slots
         self._parts: dict[str, dict[int, list[Part]]] = {}
         self._taken_bits = 0
@@ -122,8 +122,8 @@ class PendingTable:
     def add_name(self, source: int, name: str, parts: list[Part]) -> None:
         """Record that ``source`` has announced an operation that has no number.
 
-        An operation counts as one without number if its signature differs from the signature of
-        the number.
+        An operation counts as having no number if its signature differs from the signature that is
+        stored for its number.
         """
         self._parts.setdefault(name, {})[source] = parts
         self._touched[name] = None

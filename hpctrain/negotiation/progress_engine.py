@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ALLREDUCE = Kind.ALLREDUCE.value  # stored, because ``Enum.value`` is a function call
 _AT_ONCE = Handle(None, Request(Kind.BARRIER, None, ()))
-"""In place of the handle of an operation while ``reduce_now`` executes it."""
+"""Placeholder for the handle of an operation that ``reduce_now`` executes."""
 _MANY = 8  # minimum number of operations for which ``announce_many`` is faster
 
 
@@ -78,7 +78,7 @@ class ProgressEngine:
             self.fast_path = FastPath(comm, self.post, self._negotiator.cache)
         self._prepared: tuple[Handle, Known] | None = None
         """Operation that waits for rank 0 to commit or abort it."""
-        self._aborted: Handle | None = None  # last aborted operation: uses control messages
+        self._aborted: Handle | None = None  # last aborted operation; needs control messages
         self.closing: Handle | None = None
         """Operation after which this rank announces no further operation."""
         self._is_closed = False  # whether other ranks closed the set after this rank joined
@@ -145,8 +145,8 @@ class ProgressEngine:
 
         Returns:
             True if the reduction is complete. False if it was not executed, because other
-            operations are in flight or the kernel does not support it. A handle if the reduction
-            is still in progress; ``driver`` then waits for the handle.
+            operations are in flight or the kernel does not support the reduction. A handle if the
+            reduction is still in progress; ``driver`` then waits for the handle.
         """
         queue, fast_path, name = self.queue, self.fast_path, repeated.name
         if fast_path is None or queue.in_flight or queue.submitted or queue.joining or queue.held:
@@ -172,7 +172,7 @@ class ProgressEngine:
         return verdict
 
     def check_stalls(self) -> None:
-        """Log finished stall reports, and ask other ranks about operations that wait for long."""
+        """Log finished stall reports; ask other ranks about operations that have waited long."""
         now = time.monotonic()
         self._exchange_answers(now, partial=True)
         question = self._stalls.due(now, self.queue.oldest())

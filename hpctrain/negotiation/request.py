@@ -96,7 +96,7 @@ class Request:
         prescale: factor before the reduction.
         postscale: factor after the reduction.
         root: source of a broadcast, as a rank of the process set.
-        splits: number of rows of an all-to-all for each rank.
+        splits: for an all-to-all, the number of rows to send to each rank.
     """
 
     __slots__ = ("in_place", "kind", "name", "signature", "splits", "tensors")
@@ -191,7 +191,7 @@ class Handle:
             handle.
         request: the operation.
         name: name of the operation; by default the name of the request.
-        take: converts the result to the return value of ``wait``.
+        take: function that converts the result to the return value of ``wait``.
     """
 
     __slots__ = ("_driver", "_error", "_request", "_result", "_take", "is_done", "name", "since")
@@ -275,7 +275,7 @@ _STRIDED = torch.strided
 
 
 class Repeated:
-    """A named in-place reduction of one dense CPU tensor, which was checked before.
+    """A named in-place reduction of one dense CPU tensor, whose arguments were checked before.
 
     Args:
         name: full name.

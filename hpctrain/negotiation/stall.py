@@ -45,12 +45,12 @@ class Question(NamedTuple):
         return "final question" if self.is_final else "question"
 
     def without(self, other: "Question") -> "Question | None":
-        """Return a question about the operations that are not in ``other``; None without any."""
+        """Return a question about the operations that ``other`` does not contain, or None."""
         ages_s = {name: age_s for name, age_s in self.ages_s.items() if name not in other.ages_s}
         return self._replace(ages_s=ages_s) if ages_s else None
 
     def merged(self, other: "Question") -> "Question":
-        """Return a question about the operations of both, at most ``MAX_NAMES``."""
+        """Return a question about the operations of both questions, at most ``MAX_NAMES``."""
         ages_s = {**other.ages_s, **self.ages_s}
         if len(ages_s) > MAX_NAMES:
             ages_s = {name: ages_s[name] for name in _eldest(ages_s)}
@@ -58,7 +58,7 @@ class Question(NamedTuple):
 
 
 class RankActivity(NamedTuple):
-    """Activity of a rank that lacks an operation."""
+    """Activity of a rank that has not submitted an operation."""
 
     last: str  # last collective of the rank
     others: tuple[str, ...]  # some operations that the rank has submitted
@@ -295,7 +295,7 @@ class StallWatch:
         number: this rank in the process set; 0 is the root.
         members: ranks of the process set.
         last_call: stores the last collective; the caller updates it for every operation.
-        end: ends all ranks with an exit code.
+        end: function that ends all ranks with the given exit code.
         recorder: records unnamed collectives, whose stalls are reported, too.
     """
 
@@ -322,7 +322,7 @@ class StallWatch:
         """Time of submission of each operation, and its age at the next question."""
         self._num_questions = 0
         self._unanswered: tuple[Question, float] | None = None
-        """Last question of this rank since the last one from the root, and its deadline."""
+        """Question of this rank that the root has not answered, and its deadline."""
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
         self._finished: list[Question] = []
 
@@ -466,6 +466,6 @@ class StallWatch:
             if name in oldest:
                 age_s = max(ages_s[name], now - oldest[name])
                 again_s = max(2 * age_s, age_s + 2 * self.answer_s)
-                # The next question is the final one, if it would be sent shortly before.
+                # Instead of a question shortly before the final one, only the final one is sent.
                 is_last = age_s < self._abort_s < max(3 * age_s, again_s)
                 self._asked[name] = (oldest[name], self._abort_s if is_last else again_s)

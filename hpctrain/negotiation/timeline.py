@@ -44,8 +44,8 @@ class Timelines:
         Logs a warning if the file cannot be created.
 
         Args:
-            path: file to write. Only rank 0 records, unless ``path`` contains ``{rank}``, which
-                is replaced by the number of the rank.
+            path: file to write. Only rank 0 records, unless ``path`` contains ``{rank}``, which is
+                replaced by the rank.
             mark_cycles: mark each cycle of the controller.
         """
         name = str(absolute(path))
@@ -88,8 +88,8 @@ class Timeline:
     ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
 
     The file is an array of events in Chrome's trace format, which Perfetto also opens. Each batch
-    of events overwrites the end of the array and writes it again, so the file is valid JSON even
-    if the process is killed.
+    of events overwrites the end of the array and writes the end again, so the file is valid JSON
+    even if the process is killed.
 
     Args:
         path: file to create or truncate.

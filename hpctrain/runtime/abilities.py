@@ -23,7 +23,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return True if mpi4py is installed, which finds the MPI library at run time."""
+    """Return True if mpi4py is installed; mpi4py finds the MPI library at run time."""
     return importlib.util.find_spec("mpi4py") is not None
 
 

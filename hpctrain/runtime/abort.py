@@ -1,4 +1,4 @@
-"""Failure of one rank: the rank prints its error with its number, and all ranks end."""
+"""Failure of one rank: the rank prints its error, prefixed by its rank, and all ranks end."""
 
 import atexit
 import contextlib
@@ -37,7 +37,7 @@ FAILED = 1
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # longest wait for ``MPI_Abort`` before the process exits
-ROOT_PRINTS_S = 5.0  # time for rank 0 to print an error and for its launcher to end all
+ROOT_PRINTS_S = 5.0  # time for rank 0 to print an error, and for its launcher to end all ranks
 STAGGER_S, OF_HOST_S = 1.0, 5.0
 """Delays before an error is printed, see ``turn_s``."""
 
@@ -53,7 +53,7 @@ def leave(
     Args:
         presence: checks that the other ranks are alive.
         hooks: end all ranks after an error.
-        compare: called when all ranks have arrived.
+        compare: function that is called when all ranks have arrived.
 
     Returns:
         The result of ``compare``.
@@ -69,10 +69,10 @@ def leave(
 def turn_s(rank: int, *, is_first: bool) -> float:
     """Return the seconds to wait before this rank prints its error and ends all ranks.
 
-    The first abort ends all other ranks. Rank 0 prints at once. Of the other ranks, one of each
-    host prints: the first that fails, with ``is_first``; others wait ``OF_HOST_S`` longer. The
-    delay grows with the logarithm of the rank, so that of 10,000 ranks that fail together only the
-    first few print.
+    The first abort ends all other ranks. Rank 0 prints at once. On each host, the rank that fails
+    first (``is_first``) prints before the others, which wait ``OF_HOST_S`` longer. The delay grows
+    with the logarithm of the rank, so that of 10,000 ranks that fail together only the first few
+    print.
     """
     if rank == 0:
         return 0.0
@@ -123,7 +123,7 @@ class FailureHooks:
 
     Args:
         world: ranks to end.
-        log_dir: directory of the log files, which receive the output to stderr too.
+        log_dir: directory of the log files, to which errors are written in addition to stderr.
         recovers: True if the world survives the loss of a rank; the launcher then ends the ranks.
     """
 
@@ -135,7 +135,7 @@ class FailureHooks:
         self.last_words: list[Callable[[], object]] = []
         """Functions called before this rank ends all ranks; they write unsaved records to disk."""
         self.communicates: Callable[[int | None], bool] = lambda _thread: False
-        """Returns True if a thread, by its identifier, communicates with other ranks."""
+        """Returns True if the thread with the given identifier communicates with other ranks."""
         # Stored, because each access creates a bound method and uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
         if self._log is not None and process.is_first("log directory"):
@@ -258,7 +258,7 @@ class FailureHooks:
 
 
 def computes(trace: TracebackType | None) -> bool:
-    """Return True if a frame of an exception belongs to torch or hpctrain, or uses its objects.
+    """Return True if a frame of an exception belongs to torch or hpctrain, or uses their objects.
 
     A frame uses such objects if a local variable is a tensor, a model, an optimizer or another
     object of torch or hpctrain.
@@ -272,8 +272,8 @@ def computes(trace: TracebackType | None) -> bool:
 
 _MPI_RULE = (
     "an MPI communicator, such as MPI.COMM_WORLD, must not be used after the loss of a rank; "
-    "in hpctrain train and hpctrain.elastic.run communicate by hpctrain, or by a communicator "
-    "that each call of the function creates, hpctrain.current().ranks.Dup()"
+    "in hpctrain train and hpctrain.elastic.run communicate through hpctrain, or through a "
+    "communicator that each call of the function creates by hpctrain.current().ranks.Dup()"
 )
 
 
@@ -305,13 +305,13 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
 
 
 class CrashReport:
-    """Report crashes to stderr and the log, each line with the rank.
+    """Reports crashes to stderr and the log, each line with the rank.
 
     ``faulthandler`` writes to a single file and without ranks, and a crashed process cannot run
     Python code. So ``faulthandler`` writes to memory, and a function of the compiled kernel copies
-    the lines; a rank that does not crash has no process and no file for this. Without the kernel,
-    the stack is printed to stderr without the rank. A ``faulthandler`` that the user has enabled
-    is not changed.
+    the lines; a rank that does not crash needs neither an additional process nor a file. Without
+    the kernel, the stack is printed to stderr without the rank. A ``faulthandler`` that the user
+    has enabled is not changed.
 
     Args:
         rank: this rank.

@@ -30,7 +30,7 @@ class Job:
     nodes see.
 
     Args:
-        number: number of the Slurm job.
+        number: Slurm's ID of the job.
         folder: folder of the call and its results.
         num_ranks: number of ranks that write results.
     """
@@ -40,7 +40,7 @@ class Job:
         self._num_ranks = num_ranks
 
     def __repr__(self) -> str:
-        """Return the number and the folder."""
+        """Return the ID and the folder of the job."""
         return f"Job({self.id}, {self.folder})"
 
     @property
@@ -113,7 +113,7 @@ class Job:
 class Resources(CheckedFields):
     """Resources of a job of ``hpctrain.submit``.
 
-    Raises ``ConfigError``: a value breaks the rule of its field.
+    Raises ``ConfigError``: a value is not valid.
     """
 
     nodes: Number = 1
@@ -133,15 +133,15 @@ class Resources(CheckedFields):
     options: Texts = field(default_factory=list)
     """Further options of sbatch, such as ``"--qos=high"``."""
     folder: Path | str | None = None
-    """Folder of the call, its results and its output, which all nodes must see; by default a new
-    one in ``runs``."""
+    """Folder of the call, its results and its output; by default a new folder in ``runs``. All
+    nodes must see this folder."""
 
 
 def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs: Any) -> Job:
     """Call ``fn(*args, **kwargs)`` on every rank of a new job of Slurm, and return at once.
 
-    Not collective: a program on the login node calls it, which needs neither torch nor MPI. Each
-    rank calls ``hpctrain.init()`` first. Function and arguments are sent by cloudpickle.
+    Not collective: a program on the login node calls this function, and needs neither torch nor
+    MPI. Each rank calls ``hpctrain.init()`` first. Function and arguments are sent by cloudpickle.
 
     Args:
         fn: the function; its result must be picklable.
@@ -151,9 +151,9 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
 
     Raises:
         ConfigError: an option is not valid, or the folder cannot be written.
-        LaunchError: there is no Slurm, or Slurm refuses the job; holds Slurm's message.
+        LaunchError: there is no Slurm, or Slurm rejects the job; contains Slurm's message.
 
-    Source: the names of ``Job`` are submitit's.
+    Source: the methods of ``Job`` have the names of submitit.
     """
     if not isinstance(resources, Resources):
         raise ConfigError(

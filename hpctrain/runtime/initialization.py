@@ -75,7 +75,7 @@ def init(
         process_sets: process sets to register, the same on every rank; ``"dynamic"`` registers
             none.
         ranks_per_node: declares nodes of this size on one host, so that a laptop runs the
-            two-level path; default ``HPCTRAIN_RANKS_PER_NODE``.
+            algorithms for several nodes; default ``HPCTRAIN_RANKS_PER_NODE``.
         engine: implementation of the collectives: ``hpctrain``, or ``horovod`` if installed;
             default ``HPCTRAIN_ENGINE``. The choice of rank 0 is used on all ranks.
 
@@ -255,8 +255,9 @@ def _make(
 def _configure_torch(found: Connection) -> None:
     """Set the number of threads and the accelerator of this rank in torch. Local.
 
-    The index of the accelerator is the number of the rank on its host. The current device is kept
-    if only one device is visible, as with ``srun --gpus-per-task=1``, or if its index is not 0.
+    The index of the accelerator is the index of the rank on its host, modulo the number of
+    accelerators. The current device is kept if only one device is visible, as with ``srun
+    --gpus-per-task=1``, or if the index of the current device is not 0.
     """
     torch.set_num_threads(found.plan.threads)
     count = torch.accelerator.device_count()

@@ -29,10 +29,11 @@ _MAX_KEPT = 16  # number of states of deleted models
 
 
 StateOf = Callable[..., Mapping[str, str]]
-"""Returns the state of steps that the given ranks compare, as text by name. Not collective.
+"""Function that returns the state that the given ranks compare, as text by name. Not collective.
 
-A method of the steps of an optimizer, or of a model that is sharded over ranks. With the argument
-``has_weights=False`` the state has only the numbers of steps."""
+A method of the object that counts an optimizer's steps, or of a sharded model. With the argument
+``has_weights=False`` the state has only the numbers of steps.
+"""
 
 
 class LastStates:
@@ -135,7 +136,8 @@ def _difference(
 
     The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
     missing on some rank is skipped. Costs one small message per rank if all states are equal.
-    Otherwise one rank sends each different state, and at most a few states are sent.
+    Otherwise, each distinct state is sent by only one of the ranks that have it, and at most a few
+    states are sent.
     """
     digests = {one: hashlib.sha256(_packed(left)).hexdigest()[:16] for one, left in mine.items()}
 

@@ -107,11 +107,11 @@ class Registered:
         self.number = number
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(me) if me in self.ranks else None
-        """This rank's number in the set; None outside of the set."""
+        """Index of this rank in the set, from 0; None outside of the set."""
         self.is_open = True
         self.inside: Communicator | None = None
-        """Communicator for buckets without a thread; None outside of the set."""
-        self.comm: Communicator | None = None  # the same in the thread of the plan, if any
+        """Communicator for buckets, without a thread; None outside of the set."""
+        self.comm: Communicator | None = None  # ``inside``, with a thread if the plan has one
         self.controller: Controller | None = None
         """Executes named operations; None outside of the set."""
 
@@ -165,7 +165,7 @@ class ProcessSets:
         return {one.number: one.comm for one in self._by_number() if one.comm is not None}
 
     def communicator(self, process_set: Registrable | None) -> Communicator:
-        """Return the communicator of a set for buckets, which its controller does not use.
+        """Return the communicator of a set for buckets; the set's controller uses another one.
 
         Raises as ``registered``. None means the set of all ranks.
         """
@@ -208,7 +208,7 @@ class ProcessSets:
         Args:
             asked: ranks of each set, and whether the set was created from a communicator. All
                 ranks pass identical sets of ranks. For a set of a communicator, each rank passes
-                the ranks of the communicator that contains it.
+                the ranks of the communicator that contains this rank.
             new: True if existing sets are an error.
 
         Raises:
@@ -329,8 +329,8 @@ class ProcessSets:
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(
                 f"MPI must support concurrent calls for process sets, but it was started "
-                f"without MPI_THREAD_MULTIPLE, so {shown} cannot be one; let mpi4py start "
-                f"MPI with its default, mpi4py.rc.thread_level = 'multiple'"
+                f"without MPI_THREAD_MULTIPLE, so {shown} cannot be a process set; let mpi4py "
+                f"start MPI with its default, mpi4py.rc.thread_level = 'multiple'"
             )
 
     def _add(self, ranks: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ class ProcessSet:
 
     Args:
         ranks_or_comm: ranks of the world in any order, the same on every rank; or an mpi4py
-            communicator of ranks of the world that contains the calling rank.
+            communicator that contains the calling rank, and only ranks of the world.
 
     Raises:
         ConfigError: the argument is neither a list of ranks nor a communicator.
@@ -75,7 +75,7 @@ class ProcessSet:
         return len(found.ranks) if found is not None and found.is_open else None
 
     def rank(self) -> int | None:
-        """Return this rank's number in the set, from 0; None if the set is not registered.
+        """Return the index of this rank in the set, from 0; None if the set is not registered.
 
         Arguments such as ``root_rank`` are always ranks of the world.
 

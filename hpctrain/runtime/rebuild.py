@@ -1,9 +1,9 @@
 """Registry of the objects that depend on the ranks, in the order of rebuilding and closing.
 
-Objects get communicators from the current world and store none. Other state that depends on the
-ranks registers here: numbers of ranks, operations in flight, shares of data. When the ranks
-change, or operations in flight are cancelled, all objects are rebuilt in one order; at the end
-they are closed in the reverse order.
+Objects get communicators from the current world and store none. An object with other state that
+depends on the ranks registers here. Examples are the number of ranks, operations in flight and
+shares of data. When the ranks change, or operations in flight are cancelled, all objects are
+rebuilt in one order; at the end they are closed in the reverse order.
 """
 
 import enum
@@ -41,14 +41,16 @@ class Rebuild:
         close: Callable[[], object] | None = None,
         move: Callable[[], object] | None = None,
     ) -> None:
-        """Add an object; call in the same order on every rank, as functions may be collective.
+        """Add an object. Called in the same order on every rank: the functions may be collective.
 
         Args:
-            stage: stage of rebuilding; objects of one stage in the order of registration.
-            renew: rebuilds the object; None if the object does not depend on the ranks.
-            close: closes the object; None if no action is needed.
-            move: rebuilds the object in a world of other ranks, where it registers again; None if
-                the object ends with this world.
+            stage: stage of rebuilding; objects of one stage are rebuilt in the order of
+                registration.
+            renew: function that rebuilds the object; None if the object does not depend on the
+                ranks.
+            close: function that closes the object; None if no action is needed.
+            move: function that rebuilds the object in a world of other ranks and registers it
+                there; None if the object ends with this world.
         """
         self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable

@@ -1,7 +1,7 @@
 """In-place recovery: after the death of ranks, the survivors continue as a smaller world.
 
 Each survivor keeps its process, its data and its model. A rank that detects a loss revokes the
-world, so that no rank waits for the lost one. The survivors agree that the world has failed,
+world, so that no rank waits for the lost rank. The survivors agree that the world has failed,
 shrink the world, and rebuild the objects that depend on the ranks.
 
 Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure recovery of MPI
@@ -56,7 +56,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         moves: True to move registered objects to the new world, see ``Rebuild``.
 
     Raises:
-        Exception: any other error of ``function``; uncaught, it ends all ranks.
+        Exception: any other error of ``function``; if uncaught, the error ends all ranks.
         CommError: the call failed on another rank, and no rank is lost.
     """
     if not is_on():  # a world of one rank
@@ -87,7 +87,8 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
 
     Args:
         error: the caught error; raised again if the world does not recover or no rank is lost.
-        allows: returns False if the program cannot continue without these ranks.
+        allows: function of the lost ranks that returns False if the program cannot continue
+            without these ranks.
 
     Raises:
         RankLostError: ``allows`` returned False; names the lost ranks.
@@ -175,8 +176,10 @@ def _shrink(
     All ranks end with exit code 87 after ``LIMIT_S`` seconds.
 
     Args:
-        make: creates the next world from its ranks; called again if more ranks die in the call.
-        check: raises, on all ranks, if the program cannot continue without the lost ranks.
+        make: function that creates the next world from its ranks; called again if more ranks die
+            in the call.
+        check: function of the lost ranks that raises an error, on all ranks, if the program cannot
+            continue without these ranks.
     """
     before, ranks = world.current(), _ranks()
     lost: list[int] = []

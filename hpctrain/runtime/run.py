@@ -60,11 +60,11 @@ def run(
 
     Args:
         fn: the function; its result must be picklable.
-        args: its positional arguments, the same on every rank.
-        kwargs: its keyword arguments.
+        args: positional arguments of ``fn``, the same on every rank.
+        kwargs: keyword arguments of ``fn``.
         np: number of ranks.
         nodes: number of nodes to declare on this host.
-        timeout_s: end the ranks after this number of seconds.
+        timeout_s: seconds after which the ranks are ended; None for no limit.
 
     Returns:
         The results of the function, by rank.

@@ -101,17 +101,17 @@ class StopRequests:
     process at once with exit code 128 plus its number, even if the process hangs in native code.
     Signals within one second count as one, since a launcher and Slurm may send the same request
     twice. ``hpctrain launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its
-    host report which of them the launcher received. Ignored signals remain ignored. Forked
-    children, such as workers of a ``DataLoader``, use the previous handlers, but SIGUSR1 and
-    SIGHUP do not end them, because the rank needs them until it has saved. Only the main thread
-    can handle signals: entered in another thread, this context checks only the file and the
-    deadline.
+    host report which of these signals the launcher received. Ignored signals remain ignored.
+    Forked children, such as workers of a ``DataLoader``, use the previous handlers, but SIGUSR1
+    and SIGHUP do not end the children, because the rank needs its children until it has saved.
+    Only the main thread can handle signals: entered in another thread, this context checks only
+    the file and the deadline.
 
     Args:
         stop_file: file whose existence requests a stop.
         deadline: time to stop, in seconds since 1970.
         look_s: minimum interval of the checks for the file, in seconds.
-        clock: returns the current time, in seconds since 1970.
+        clock: function that returns the current time, in seconds since 1970.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def join() -> Communicator:
 
     Raises:
         ConfigError: a setting is not valid.
-        LaunchError: the launcher, the MPI library and the world do not fit together.
+        LaunchError: the launcher, the MPI library and the world do not match.
     """
     settings = Settings.from_env()
     if "timeout" not in given():

@@ -87,7 +87,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this rank on its node, from 0."""
+    """Return the index of this rank among the ranks of its node, from 0."""
     return current().topology.local_rank
 
 
@@ -97,12 +97,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this node among the nodes with a rank of this ``local_rank``."""
+    """Return the index of this node among the nodes that have this ``local_rank``, from 0."""
     return current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of nodes with a rank of this ``local_rank``."""
+    """Return the number of nodes that have this ``local_rank``."""
     return current().topology.cross_size
 
 
@@ -114,7 +114,8 @@ def is_homogeneous() -> bool:
 def should_stop() -> bool:
     """Return whether all ranks should save their state and end with exit code ``STOPPED``, 85.
 
-    Collective: call it between two steps of a training loop, on every rank. Returns True on all
+    Collective: call this function between two steps of a training loop, on every rank. Returns
+    True on all
     ranks if one of them has a request to stop: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; a file STOP in
     the run directory; the end of ``HPCTRAIN_BUDGET``; or the end of the job within a minute. The
     first call must be made in the main thread. From then on the first of these signals only

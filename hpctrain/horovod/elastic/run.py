@@ -184,7 +184,7 @@ MAX_FAILURES = 3
 
 
 class Resets:
-    """Synchronizes and counts the attempts to train one state.
+    """Synchronizes the ranks before each attempt to train, and counts the attempts.
 
     Args:
         state: state of the training.

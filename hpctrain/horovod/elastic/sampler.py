@@ -25,10 +25,11 @@ def left_of(order: Sequence[int], num_done: int, done: Collection[int] = ()) -> 
 
 
 def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> list[int]:
-    """Return every ``size``-th index, from index ``rank`` on; all ranks get equally many indices.
+    """Return every ``size``-th entry of ``left``, from entry ``rank`` on.
 
-    If ``size`` does not divide the length of ``left``, the last round is padded from the start of
-    the epoch's ``order``, so that interrupted and uninterrupted epochs have the same padding.
+    All ranks get equally many entries: if ``size`` does not divide the length of ``left``, the
+    last round is padded from the start of the epoch's ``order``, so that interrupted and
+    uninterrupted epochs have the same padding.
     After k indices on every rank, the first ``k * size`` indices of ``left`` are done, so a count
     is sufficient as state.
     """
@@ -42,11 +43,11 @@ def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> 
 class ElasticSampler(Sampler[int]):
     """Sampler that divides an epoch among all ranks, also if their number changes.
 
-    A ``TorchState`` that contains the sampler saves its position in the epoch. After ``restore()``
-    and ``sync()``, on the same or another number of ranks, the sampler returns each index that no
-    commit has recorded. All ranks get the same number of indices, so the last round of an epoch
-    repeats fewer than ``size`` indices if ``size`` does not divide the data set. On the same
-    number of ranks, the batches are the same as in an uninterrupted epoch.
+    A ``TorchState`` that contains the sampler saves the sampler's position in the epoch. After
+    ``restore()`` and ``sync()``, on the same or another number of ranks, the sampler returns each
+    index that no commit has recorded. All ranks get the same number of indices, so the last round
+    of an epoch repeats fewer than ``size`` indices if ``size`` does not divide the data set. On
+    the same number of ranks, the batches are the same as in an uninterrupted epoch.
 
     Call ``hpctrain.init()`` before construction, ``record_batch`` after each batch, and
     ``set_epoch`` at the end of each epoch. With ``set_epoch`` at the beginning, a restored epoch

@@ -47,8 +47,8 @@ class HostsUpdatedInterrupt(HpctrainError, RuntimeError):  # noqa: N818 - Horovo
 class State(ABC):
     """Base class of training states, for programs that cannot use ``TorchState``.
 
-    A subclass implements ``save``, ``restore`` and ``sync``, and ``reset`` if it depends on the
-    ranks.
+    A subclass implements ``save``, ``restore`` and ``sync``, and ``reset`` if the state depends on
+    the ranks.
 
     Args:
         bcast_object: function that returns the object of rank 0 on every rank; by default a
@@ -92,8 +92,8 @@ class State(ABC):
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Report that hosts are added or removed, from any thread of any rank. Local.
 
-        hpctrain does not call this method; a program that detects such changes calls it. All ranks
-        raise ``HostsUpdatedInterrupt`` at their next ``commit()``.
+        hpctrain does not call this method; a program that detects such changes can call this
+        method. All ranks raise ``HostsUpdatedInterrupt`` at their next ``commit()``.
 
         Args:
             timestamp: time of the report in seconds; a report is ignored unless it is later than
@@ -422,7 +422,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Broadcast the state of rank 0 to all ranks, and save it. Collective.
+        """Broadcast the state of rank 0 to all ranks, and save this state. Collective.
 
         The indices recorded by ``ElasticSampler.record_indices`` are merged over all ranks.
 

@@ -1,4 +1,4 @@
-"""Installs the shim at the start of every Python process below ``hpctrain shim``.
+"""Installs the shim at the start of a script of ``hpctrain shim`` and of its child processes.
 
 ``PYTHONPATH`` contains this folder, so that Python imports this file when it starts a script, or a
 Python process that the script starts. The file removes the folder from ``sys.path``, and then
