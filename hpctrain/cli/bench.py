@@ -104,7 +104,7 @@ def measure(options: MeasureOptions) -> None:
 
 @app.command()
 def fit(
-    files: list[Path] = argument("FILES", "Points of one machine."),
+    files: list[Path] = argument("FILES", "Files that bench --json wrote on one machine."),
     *,
     out: Path | None = option(None, "FILE", "Write the figures as a TOML file.", "--out"),
 ) -> None:
@@ -155,4 +155,6 @@ def _show(found: "Fit") -> None:
     ]
     title = "figures of the machine, fitted"
     screen.print(console.figures(title, ("", "latency", "bandwidth"), rates))
-    screen.print(f"median error {found.error:.1%}; {found.held_out:.1%} at points not fitted to")
+    screen.print(
+        f"median error {found.error:.1%}; {found.held_out:.1%} at points that the fit did not use"
+    )

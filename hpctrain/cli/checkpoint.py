@@ -132,7 +132,7 @@ def diff(
     lines: int = option(10, "N", "Number of differences to list.", "--lines", min=1),
     json: AsJson = False,
 ) -> None:
-    """List the bitwise differences of two states: the first tensor, and by how much.
+    """List the bitwise differences of two states: what differs, and by how much.
 
     For a run directory, the command compares the newest checkpoint of the run. Tensors are listed
     first, in the order of the state, then plain values, then the private state of each rank. The

@@ -175,7 +175,7 @@ class SplitOptions:
         shown="at random",
     )
     parts: int | None = option(
-        None, "N", "Number of parts of --by-label, one per rank or more.", min=1
+        None, "N", "Number of parts for --by-label, at least one per rank of the training.", min=1
     )
     label: str | None = option(None, "FIELD", "Field of the label, an integer.", shown="y")
 

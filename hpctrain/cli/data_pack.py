@@ -80,7 +80,8 @@ class PackOptions:
     ragged: list[str] | None = option(
         None,
         "NAME",
-        "Field whose samples differ in length, also if the first samples do not; may be repeated.",
+        "Field with samples of different lengths, even if the first samples have equal lengths; "
+        "may be repeated.",
         shown="found from the first samples",
     )
     length: int | None = option(
@@ -200,8 +201,8 @@ def _fields(options: list[str]) -> dict[str, str]:
         name, equals, source = text.partition("=")
         if not (name.isidentifier() and equals and source) or name in fields:
             raise ConfigError(
-                f"--field must be NAME=SOURCE, with NAME a word and given once, got {text!r}; "
-                f"use such as --field x=images"
+                f"--field must be NAME=SOURCE, with a different word as NAME of each field, got "
+                f"{text!r}; for example, use --field x=images"
             )
         fields[name] = source
     return fields
@@ -210,7 +211,9 @@ def _fields(options: list[str]) -> dict[str, str]:
 def _size(text: str) -> tuple[int, int]:
     match = _RESIZE.fullmatch(text)
     if not match:
-        raise ConfigError(f"--resize must be HxW in pixels, got {text!r}; use such as 224x224")
+        raise ConfigError(
+            f"--resize must be HxW in pixels, got {text!r}; for example, use 224x224"
+        )
     return int(match[1]), int(match[2] or match[1])
 
 

@@ -118,8 +118,8 @@ def _examine(
     # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
     facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
-    # If the ranks are not connected, each is rank 0 of its world, so the rank of the launcher
-    # decides which process prints.
+    # If the ranks are not connected, each is rank 0 of its own world. The rank that the launcher
+    # gave to this process therefore decides whether it prints.
     findings = examine_ranks.probe(facts)
     return [*findings, *_of_site(facts, site)], found.rank == 0
 

@@ -82,7 +82,7 @@ def predict(
 
       hpctrain launch -n 4 hpctrain predict runs/digits --output all.h5 --split train
     """
-    file = paths.absolute(output)  # modules of the run may change the directory later
+    file = paths.absolute(output)  # modules of the run may change the current directory
     task, source = _built(run, checkpoint, split, overrides)
     facts = {"run": str(run), "checkpoint": source.name, "split": split}
     shape = prediction.predict(task, file, facts)

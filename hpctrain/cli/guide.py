@@ -64,7 +64,7 @@ def guide(
 
 
 def _hint(word: str, found: dict[str, Callable[[], str]]) -> str:
-    """Return the end of a message about an unknown topic: pages that contain it, or a topic."""
+    """Return the end of a message: pages that contain ``word``, or else a similar topic."""
     counts = {name: found[name]().lower().count(word.lower()) for name in {*found} - {*GENERATED}}
     best = sorted(filter(counts.__getitem__, counts), key=lambda name: (-counts[name], name))
     if not best:

@@ -36,7 +36,7 @@ def build(
         shown="~/.cache/hpctrain/horovod",
     ),
     no_install: bool = flag("Build the wheel and do not install it.", "--no-install"),
-    force: bool = flag("Build also where a wheel of these versions exists.", "--force"),
+    force: bool = flag("Build even if a wheel of these versions exists.", "--force"),
 ) -> None:
     """Build Horovod against the installed torch and MPI, and install it.
 

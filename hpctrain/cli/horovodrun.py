@@ -58,7 +58,7 @@ _NUMBERS = (
     *("autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples"),
     "autotune-gaussian-process-noise",
 )
-"""Options whose variable has the name of the option."""
+"""Options that set the variable of the same name, ``HOROVOD_`` followed by the option."""
 
 
 def _variable(option: str) -> str:
@@ -118,7 +118,7 @@ FULFILLED = {
     "--stall-check": 0,
     "--start-timeout": 1,
 }
-"""Options that have no effect because hpctrain always behaves so, and their number of values."""
+"""Options without effect, because hpctrain always behaves so, with the number of their values."""
 
 _FIXED = (
     "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "
@@ -175,7 +175,7 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct names of network interfaces from texts with names between commas."""
+    """Return the distinct names in ``interfaces``, a list of comma-separated names."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
 

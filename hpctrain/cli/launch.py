@@ -122,7 +122,8 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
 
       hpctrain launch -n 4 --dry-run python train.py
     """
-    absolute("")  # mpirun without a current directory does not name it
+    # Raises an error if the current directory was removed; that of mpirun does not name the cause.
+    absolute("")
     hosts, words = options.hosts, options.ctx.args
     if hosts and options.hostfile:
         raise LaunchError(

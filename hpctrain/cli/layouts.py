@@ -73,8 +73,8 @@ class LayoutOptions(SharedOptions):
     model: str | None = _layout(
         "MODULE:FUNCTION", "Function that builds the model; only its sizes are used."
     )
-    layers: int | None = _layout("N", "Layers.", shown="from N", min=1)
-    hidden: int | None = _layout("N", "Hidden size.", shown="from N", min=1)
+    layers: int | None = _layout("N", "Layers.", shown="from --parameters", min=1)
+    hidden: int | None = _layout("N", "Hidden size.", shown="from --parameters", min=1)
     heads: int | None = _layout("N", "Attention heads.", shown="from --hidden", min=1)
     sequence: int | None = _layout("N", "Tokens of a sample.", shown="2048", min=1)
     vocabulary: int | None = _layout("N", "Tokens of the vocabulary.", shown="51200", min=1)
@@ -132,7 +132,7 @@ class LayoutOptions(SharedOptions):
         return transformer.Transformer.of(**found), guessed
 
     def of_fixed(self) -> dict[str, int | str]:
-        """Return a dict from name to value of the layout fields that ``--fix`` fixes."""
+        """Return the layout fields that ``--fix`` sets, as a dict from name to value."""
         names = [name for name, _ in self.fix or ()]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ConfigError(
@@ -174,7 +174,7 @@ def plan_layouts(options: LayoutOptions) -> None:
 
 
 def control_of(machine: "Machine") -> dict[str, dict[str, float]]:
-    """Return messages of all ranks, and seconds, of start-up, agreement, checkpoints, recovery."""
+    """Return the messages of all ranks and the seconds of start-up, agreement and so on."""
     return {
         name: {"messages": part.messages(machine), "seconds": part.seconds(machine)}
         for name, part in control.PARTS.items()

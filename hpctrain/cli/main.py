@@ -29,7 +29,7 @@ with postponed("hpctrain", "hpctrain.cli"):
     from hpctrain.launch import pmi
 
 USAGE_ERROR = 2
-ROOT_SPEAKS_S = 2.0  # wait of the other ranks until rank 0 has reported an error
+ROOT_SPEAKS_S = 2.0  # time that the other ranks give rank 0 to report the same error
 
 COMMANDS = {
     "train": ("train", "Train the model that a TOML file describes, on all ranks of the launch."),
@@ -45,7 +45,7 @@ COMMANDS = {
     "status": ("status", "Print the state of a run: waiting, running, stopped or finished."),
     "top": ("top", "Watch a running job: steps, loss, speed, slow ranks, time left."),
     "plot": ("results", "Draw runs as a figure: loss, metrics, learning rate, speed, times."),
-    "report": ("results", "Write an HTML page about runs that needs no other file."),
+    "report": ("results", "Write a self-contained HTML page about runs."),
     "compare": ("results", "Compare runs: results, speed, configuration, environment."),
     "runs": ("results", "List the runs in a directory: state, step, loss, metric, ranks, start."),
     "study": ("study", "Measure how a training scales, and report the measurements."),

@@ -101,7 +101,7 @@ SiteName = Annotated[
     option(
         ...,
         "NAME",
-        "Profile of the site or its TOML file; none for no profile.",
+        "Name of a site profile, or a TOML file with one; none uses no profile.",
         "--site",
         shown="slurm/site.toml, or of this machine",
     ),

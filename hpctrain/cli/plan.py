@@ -60,19 +60,22 @@ class GoalOptions(SharedOptions):
     noise_scale: float | None = option(
         None,
         "N",
-        "Gradient noise scale in samples; other batches are tried too.",
+        "Gradient noise scale in samples; other batch sizes are then tried too.",
         parser=parse_number,
         shown="of the run",
     )
     gradient_norms: tuple[Any, Any] | None = option(
         None,
         "B1:N1 B2:N2",
-        "Two batches with mean squared norms of gradients, for the noise scale.",
+        "Two batch sizes, each with the mean squared norm of its gradients, for the noise scale.",
         parser=_norms,
     )
     deadline: str | None = option(None, "TIME", "Find the fewest node-hours within TIME: 12h, 2d.")
     max_local_steps: int = option(
-        8, "H", "Most steps between two averagings; 1: every step.", min=1
+        8,
+        "H",
+        "Most steps between two averagings of the parameters; 1 averages after every step.",
+        min=1,
     )
     codec: list[str] | None = option(
         None,

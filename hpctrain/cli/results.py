@@ -63,7 +63,7 @@ def report(
     ),
     smooth: Smooth = 0,
 ) -> None:
-    """Write an HTML page about runs that needs no other file.
+    """Write a self-contained HTML page about runs.
 
     The page shows the curves of hpctrain plot, the times of each rank, results, the parts of each
     run, and differences of configuration and environment: between runs, or, for a single run, from
@@ -79,7 +79,7 @@ def report(
 
 
 def _read(paths: list[Path]) -> list[history.RunHistory]:
-    """Read runs; name those without a step record on stderr."""
+    """Read the runs; print a note on stderr for each run without a step record."""
     found = history.histories(paths)
     for run in found:
         if not run.view.last:

@@ -39,7 +39,7 @@ def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
 
 
 class ToolBar(Bar):
-    """Progress bar of rank 0; all ranks have equal shares of the work."""
+    """Progress bar of rank 0, for the share of rank 0; all ranks have equal shares of the work."""
 
     def __init__(self, verb: str, comm: "Communicator | None") -> None:
         # The amount of work is unknown before ``start``, so the bar has no length.

@@ -20,7 +20,7 @@ from hpctrain.launch.slurm import scheduler
 SYS = Path("/sys")
 DEVICES = Path("/dev")
 
-_SCRATCH = ("SCRATCH", "PSCRATCH", "WORK", "LOCAL_DIR")  # usual names of variables
+_SCRATCH = ("SCRATCH", "PSCRATCH", "WORK", "LOCAL_DIR")  # variables of scratch directories
 
 _NETWORKS: Mapping[str, Literal["slingshot", "infiniband"]] = {
     "cxi": "slingshot",
@@ -36,7 +36,7 @@ def site() -> None:
 
     A profile is a TOML file with facts that a centre documents: partition, GPUs, the cores next to
     each GPU, modules, and variables for the network. hpctrain submit and doctor use the profile of
-    --site, or else slurm/site.toml, or else the profile of the machine.
+    --site, or else slurm/site.toml, or else the profile of a machine that they recognize.
 
     Examples:
       hpctrain site list
@@ -74,7 +74,7 @@ def init(
     *,
     partition: Partition = None,
 ) -> None:
-    """Write a profile of this machine with the facts that hpctrain finds and all keys.
+    """Write a profile of this machine: all keys, with the facts that hpctrain finds.
 
     Start the command on a compute node, which has the GPUs and network adapters.
 
@@ -87,7 +87,7 @@ def init(
         path.parent.mkdir(parents=True, exist_ok=True)
         version = "".join(f"{key} = {json.dumps(value)}\n" for key, value in sites.STAMP.items())
         path.write_text(version + keys.render(_profile(partition)), encoding="utf-8")
-    typer.echo(f"{path}: add the facts of the documentation of your site")
+    typer.echo(f"{path} is written; add the facts that your site documents")
 
 
 def _profile(partition: str | None, environ: Mapping[str, str] = os.environ) -> sites.SiteProfile:

@@ -85,7 +85,7 @@ def _inspect(directory: Path) -> tuple[str, int]:
 def _queued(directory: Path) -> tuple[int, str]:
     """Return the number and state of a pending or running job of the run; (0, "") if none."""
     try:
-        jobs = scheduler.jobs_of(directory) or scheduler.jobs_of(directory.parent)  # of an array
+        jobs = scheduler.jobs_of(directory) or scheduler.jobs_of(directory.parent)  # job array
         jobs = sorted({*jobs, *_known(directory)})
         found = scheduler.in_queue(jobs) if jobs and not env.scheduler() else {}
     except (LaunchError, OSError, ValueError):  # without Slurm, the records show the state

@@ -124,7 +124,9 @@ class StudyOptions:
     )
     retry_failed: bool = flag("Measure failed points again.", "--retry-failed")
     repeat: int | None = option(None, "N", "Measure repeat N only, from 0.", shown="all", min=0)
-    slurm: bool = flag("Submit a job for each repeat, and a job that reports.", "--slurm")
+    slurm: bool = flag(
+        "Submit a job for each repeat, and a job that writes the report.", "--slurm"
+    )
     time: TimeLimit = None
     partition: Partition = None
     account: Account = None
@@ -163,15 +165,15 @@ def run(options: StudyOptions) -> None:
     SIGINT, SIGTERM or SIGHUP ends the study and the ranks of the present point, which is not
     recorded. The same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
-    1. The study stops if three attempts in a row fail with one error that no point causes: before
-    any point succeeded, or at points that succeeded before.
+    1. The study stops if three attempts in a row fail with the same error and the points are not
+    the cause, because no point has ever succeeded, or because these points succeeded before.
 
-    Relative paths start at the current directory. Only modules that a TOML file names are searched
-    next to this file first.
+    Relative paths start at the current directory. The modules that a TOML file names are first
+    searched next to this file.
 
-    Each rank samples its memory and the bytes that it reads and writes once per second, and, where
-    readable, energy (Cray pm_counters, RAPL) and GPUs (ROCm SMI, NVML by nvidia-ml-py).
-    This takes at most 1 % of the time. A busy node is reported, and disturbed points are marked.
+    Once per second, each rank samples its memory, the bytes that it reads and writes, and, where
+    readable, energy (Cray pm_counters, RAPL) and GPUs (ROCm SMI, NVML by nvidia-ml-py). Sampling
+    takes at most 1 % of the time. A busy node is reported, and disturbed points are marked.
 
     DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point of repeat N,
     and attempts/ with all output.
@@ -204,8 +206,9 @@ def run(options: StudyOptions) -> None:
     )
     if not is_complete:
         typer.echo(
-            "stopped: the last attempts failed with one error that no point causes, so further "
-            "attempts would fail too; correct the error, and run with --retry-failed"
+            "stopped: the last attempts failed with the same error, which their points do not "
+            "cause, so further attempts would fail too; correct the error, and run with "
+            "--retry-failed"
         )
     if failed:
         raise typer.Exit(FAILED)
@@ -215,7 +218,9 @@ def run(options: StudyOptions) -> None:
 def report(
     directory: Path = argument("DIR", "Directory of a study."),
     *,
-    machine: Path | None = option(None, "FILE", "Machine as TOML, for a bound."),
+    machine: Path | None = option(
+        None, "FILE", "Machine as TOML, for a lower bound of the step times."
+    ),
     out: Path | None = option(None, "DIR", "Directory to write into.", shown="DIR"),
     centre: Literal["csc", "eurohpc", "generic"] | None = option(
         None, "csc|eurohpc|generic", "Also write the scaling report of a proposal.", "--for"

@@ -44,8 +44,9 @@ def import_results(
     other line is a repeat of a point. The column samples, the samples of all ranks in a step, may
     be omitted if the study has a batch. Factors of the study with several values need a column.
 
-    The results must be measured on the machine of the study, without the first steps, on the
-    slowest rank. Importing again replaces the results of the same name.
+    The results must be measured on the machine of the study. The time of a step is that of its
+    slowest rank, and the first steps must not count. Importing again replaces the results of the
+    same name.
 
     Examples:
       hpctrain study import studies/digits-strong ddp.csv --name DDP
@@ -63,15 +64,19 @@ def predict(
     directory: Folder,
     *,
     ranks: list[int] | None = option(
-        None, "N", "Ranks to predict; may be repeated.", shown="2 and 4 times the measured", min=2
+        None,
+        "N",
+        "Ranks to predict; may be repeated.",
+        shown="2 and 4 times the largest measured size",
+        min=2,
     ),
     efficiency: float = option(REQUIRED, "E", "Required efficiency.", min=0.01, max=1),
 ) -> None:
     """Predict step times and efficiency beyond the measured sizes of a study.
 
-    Each size that was measured is first predicted from the smaller ones, and compared with its
-    measurement. A prediction has an interval; where it is too wide to decide whether a size keeps
-    the required efficiency, the table reports so. `study report` shows both tables.
+    Each size that was measured is first predicted from the smaller ones, and the prediction is
+    compared with the measurement. If the interval of a prediction is too wide to decide whether a
+    size keeps the required efficiency, the table reports this. `study report` shows both tables.
 
     Examples:
       hpctrain study predict studies/digits-strong
@@ -100,8 +105,8 @@ def export(
 
     The archive contains configuration, environment, plan, raw records and output of each repeat,
     checksums, and the scripts: the files that the command names, and the modules next to them that
-    they name or import. Run the command in the directory in which the study was measured. Scripts
-    that were changed since are an error.
+    they name or import. Run the command in the directory in which the study was measured. The
+    scripts must be unchanged since then.
 
     Examples:
       hpctrain study export studies/digits-strong
@@ -125,7 +130,7 @@ def reproduce(
         None, "TEXT", "Launcher of the ranks, as in STUDY.toml.", shown="as in the study"
     ),
     efficiency: float = option(
-        REQUIRED, "E", "Efficiency that sizes keep or miss.", min=0.01, max=1
+        REQUIRED, "E", "Required efficiency, with which each size is compared.", min=0.01, max=1
     ),
 ) -> None:
     """Measure an archived study again, and report whether each conclusion holds.
@@ -145,7 +150,7 @@ def reproduce(
     archive, place = archive.absolute(), _unpacked(archive, out)
     first = study_results.StudyResults.read(place / "original" / study_archive.STUDY)
     config, table = first.config, first.config.study
-    if table.cores == (first.environment or {}).get("cores"):  # counted, not stated
+    if table.cores == (first.environment or {}).get("cores"):  # counted, not set in the file
         table = replace(table, cores=0)
     config = replace(
         config,

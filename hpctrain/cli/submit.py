@@ -123,7 +123,7 @@ class SubmitCommand(TyperCommand):
     """Command that accepts ``--template`` without a name, and a command after ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, with ``LIST`` as default name; keep the command in ``ctx.args``."""
+        """Parse the arguments; a missing name is ``LIST``, and ``ctx.args`` keeps the command."""
         if "--" in args:
             at = args.index("--")
             self.parse_args(ctx, args[:at])
@@ -155,10 +155,10 @@ class SubmitOptions:
     )
     tasks: int | None = option(None, "N", "Ranks on each node.", shown="one per GPU", min=1)
     cpus: int | None = option(
-        None, "N", "CPUs of each rank.", shown="all of a node, over its ranks", min=1
+        None, "N", "CPUs of each rank.", shown="the CPUs of a node, divided among its ranks", min=1
     )
     mem: str | None = option(
-        None, "SIZE", "Memory on each node.", shown="all, where --cpus takes all CPUs"
+        None, "SIZE", "Memory on each node.", shown="all, if the ranks use all CPUs"
     )
     time: TimeLimit = None
     gpus: int | None = option(None, "N", "GPUs of each node.", shown="of the site", min=1)
@@ -174,7 +174,9 @@ class SubmitOptions:
     array: str | None = option(
         None, "0-7%2", "A job array: one run for each index, DIRECTORY/INDEX."
     )
-    after: str | None = option(None, "JOB", "Start after job JOB has succeeded, or afterany:JOB.")
+    after: str | None = option(
+        None, "JOB", "Start after job JOB has succeeded; afterany:JOB waits for any end of JOB."
+    )
     requeue: bool | None = flag(
         "Queue the job again until it has finished.", "--requeue/--no-requeue", default=None
     )
@@ -199,7 +201,7 @@ class SubmitOptions:
                 f"`{shlex.join(words)}`; omit one"
             )
         else:
-            # Only the job knows the values of its variables; the index of an array is a number.
+            # Only the job knows the values of its shell variables: omit overrides that use them.
             known = [text for text in map(_without_index, self.overrides or ()) if "$" not in text]
             run = load_config.load(config, known, configuration.given()).config
             name = self.name or run.name
@@ -271,9 +273,10 @@ class SubmitOptions:
         return sites.find(self.site)
 
     def binds_by_gpu(self, settings: "BatchSettings") -> bool:
-        """Return True if one rank per GPU takes all cores of a node, as the profile lists them.
+        """Return True if ranks can be bound to the cores that the profile lists for each GPU.
 
-        A rank on a part of a node cannot use the listed cores, which Slurm may give to other jobs.
+        This requires one rank per GPU, and ranks that take all cores of a node. Otherwise, Slurm
+        may give the listed cores to other jobs. The function then prints a note.
         """
         node, tasks = self._site_node(), settings.ntasks_per_node
         if not node.gpu_cores:
@@ -289,13 +292,13 @@ class SubmitOptions:
         return False
 
     def _site_options(self) -> list[str]:
-        """Return the options of sbatch of the profile that the user does not replace."""
+        """Return the profile's sbatch options, without those that ``extra`` sets."""
         given = {each.partition("=")[0] for each in self.extra or ()}
         options = () if self.profile is None else self.profile.job.options
         return [each for each in options if each.partition("=")[0] not in given]
 
     def _site_node(self) -> sites.SiteNode:
-        """Return the node of the profile; empty if the user requests nodes of another kind."""
+        """Return the profile's description of a node; empty if the user requests other nodes."""
         if self.profile is None:
             return sites.SiteNode()
         return self.profile.node_of(self.partition, self.extra or ())
@@ -372,9 +375,9 @@ def _share_of_node(
 ) -> tuple[int | None, str | None]:
     """Return the CPUs per task and the memory that let ``tasks`` ranks use a complete node.
 
-    ``node`` is the node of the site's profile. Ranks on some of its GPUs get a share of its CPUs.
-    If neither the profile nor Slurm describes the nodes, the result is None and the unchanged
-    ``mem``.
+    ``node`` is the node of the site's profile. If the ranks use only some of its GPUs, they get a
+    proportional share of its CPUs. If neither the profile nor Slurm describes the nodes, the
+    result is None and the unchanged ``mem``.
     """
     is_part = tasks < node.gpus
     shape = None if node.cpus else scheduler.node_shape(partition)

@@ -20,7 +20,7 @@ from hpctrain.train.console import figures
 if TYPE_CHECKING:
     from hpctrain.train.watch import RunView
 
-SHOWN = 4  # slow ranks in a line
+SHOWN = 4  # maximum number of slow ranks that a line names
 
 app = typer.Typer()
 
@@ -31,7 +31,9 @@ def top(
     *,
     interval: float = option(2.0, "SECONDS", "Time between two readings of the files.", min=0.1),
     ranks: int = option(16, "N", "Number of ranks to list, slowest first.", min=0),
-    once: bool = flag("Print once and exit, as where the output is not a terminal.", "--once"),
+    once: bool = flag(
+        "Print once and exit; the default if the output is not a terminal.", "--once"
+    ),
     as_json: bool = flag("Print a line of JSON for each reading.", "--json"),
 ) -> None:
     """Watch a running job: steps, loss, speed, slow ranks, time left.
@@ -41,7 +43,7 @@ def top(
     ended, or on Ctrl-C, which does not affect the job. For scripts: hpctrain status.
 
     The times of a rank, in ms, are means over the last steps: computation, waiting for other ranks
-    and their messages, input, and checkpoints. The slowest rank is the one with the longest
+    and their messages, input, and checkpoints. The slowest rank is the one with the longest sum of
     computation and input. A rank is called persistently slow if it was slow in at least five of
     the last ten records, else temporarily slow.
 

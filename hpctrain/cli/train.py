@@ -30,8 +30,8 @@ class TrainOptions:
         "With --resume: accept a changed configuration, such as more epochs.", "--changed"
     )
     force: bool = flag(
-        "With --resume: take the run from a job that is running in its directory, which "
-        "loses the progress since its last checkpoint.",
+        "With --resume: take over the run from the job that is running in its directory. That job "
+        "loses its progress since the last checkpoint.",
         "--force",
     )
     verbose: bool = flag("Print the whole configuration, topology and plan.", "--verbose", "-v")
@@ -80,7 +80,8 @@ def train(options: TrainOptions) -> None:
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
     """
-    absolute("")  # raises an error, while torch without a current directory ends the process
+    # If the current directory was removed, this raises an error; torch would end the process.
+    absolute("")
     overrides = options.overrides or ()
     if options.init:
         path = require_name(
@@ -105,8 +106,8 @@ def train(options: TrainOptions) -> None:
         "a run must have a configuration, got none; use hpctrain train CONFIG.toml, and write "
         "a configuration with hpctrain train my.toml --init",
     )
-    # torch takes seconds to load. A wrong launch is detected before, and a request to stop that
-    # arrives meanwhile is kept.
+    # Loading torch takes seconds. A wrong launch is detected before, and a request to stop that
+    # arrives while torch is loaded is kept.
     with stopping.held_back():
         mpi_world.doubt()
         run_options = options.run_options()

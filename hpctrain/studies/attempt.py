@@ -48,7 +48,7 @@ def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) ->
     if (seen := meter.read()) is not None:
         here = {"load": seen.load, "machine_cores": seen.cores, "celsius": seen.celsius}
         here |= {"num_throttled": seen.num_throttled}
-        # The samples of the ranks count only the measured steps, on all hosts.
+        # Values in `found` take precedence: ranks sample only the counted steps, on all hosts.
         found = here | {"other_cores": seen.other_cores, "mhz": seen.mhz} | found
     return PointRecord(
         **asdict(attempt),

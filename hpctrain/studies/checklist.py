@@ -1,7 +1,7 @@
 """Checklist for reports on performance, computed from the data of a study.
 
 Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15 (twelve
-rules, with the numbers of this paper); Bailey, Twelve Ways to Fool the Masses, 1991; rules of
+rules, numbered as in this paper); Bailey, Twelve Ways to Fool the Masses, 1991; rules of
 MLPerf HPC.
 """
 
@@ -21,12 +21,15 @@ _UNMEASURED = "nothing was measured"
 _UNRECORDED = "state that hpctrain train does not record these values for this method"
 
 _Fault = Callable[[StudyResults], str | tuple[str, str]]
-"""Check of a rule: returns the fault, with a remedy if that of the rule does not fit."""
+"""Check of one rule. Returns the fault, or an empty text if the study obeys the rule.
+
+If the remedy of the rule does not fit the fault, returns a pair: the fault, and another remedy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the check of one rule of the checklist for a study."""
+    """Result of checking a study against one rule of the checklist."""
 
     name: str
     source: str
@@ -149,7 +152,7 @@ def _target(results: StudyResults) -> str | tuple[str, str]:
 
 
 def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> Callable[[StudyResults], str]:
-    """Return a check that finds the measured repeats for which ``is_bare`` is true."""
+    """Return a check that reports ``what`` if ``is_bare`` is true for a measured repeat."""
 
     def fault(results: StudyResults) -> str:
         return _named(results, list(filter(is_bare, results.done)), what) or _nothing(results)
@@ -158,7 +161,7 @@ def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> Callable[[Stu
 
 
 def _unknown(*names: str) -> _Fault:
-    """Return a check that finds measured repeats in which one of the fields has no value."""
+    """Return a check that reports measured repeats in which a field of ``names`` has no value."""
     lacks = _lacking(
         lambda record: any(getattr(record, name) is None for name in names),
         f"no {', '.join(names)}",

@@ -23,7 +23,7 @@ _ABOUT = {
     EFFICIENCY: "No value if ranks outnumber cores.",
     SPEED_UP: "No value if ranks outnumber cores.",
     "core-hours": "Only points with a core for each rank.",
-    "time-to-target": "From the start of the first step. Only if every repeat reached the target.",
+    "time-to-target": "From the start of the first step, only if every repeat reached the target.",
 }
 _NOTES = {
     "repeats": "Crosses are the repeats; none is dropped.",
@@ -144,10 +144,10 @@ def _is_scaling(results: StudyResults) -> bool:
 
 
 def _series(results: StudyResults, field: str, line: _Line | None) -> list[Series]:
-    """Return the series of a field: repeats, medians, the ideal line and the line of the model.
+    """Return the series of a field: repeats, medians, the ideal and the bound of the machine.
 
-    Each curve has its own series. A study of one size has one curve. The lines connect measured
-    points.
+    Each curve has its own series. A study of one size has one curve. The lines of the ideal and of
+    the bound have a value at each measured size.
     """
     is_scaling, found = _is_scaling(results), []
     lines: list[Series] = []

@@ -30,8 +30,9 @@ def import_file(folder: StudyFolder, config: StudyConfig, path: Path, tool: str)
     """
     if re.fullmatch(r"\w[\w. +-]*", tool) is None or tool == config.study.name:
         raise ConfigError(
-            f"--name must be letters, digits, space and . + - and differ from the name of the "
-            f"study, got {tool!r}; use the name of the tool, such as DDP"
+            f"--name must contain only letters, digits, spaces and _ . + -, begin with a letter "
+            f"or digit, and differ from the name of the study, got {tool!r}; use the name of the "
+            f"tool, such as DDP"
         )
     records = _records_of(path, config, tool)
     folder.imported.mkdir(exist_ok=True)
@@ -64,9 +65,9 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
     missing = [name for name in _NEEDED if name not in heads]
     if missing or not set(heads) <= set(valid):
         raise DataError(
-            f"{path} must begin with the names of its columns, of {', '.join(valid)}, got "
-            f"{', '.join(heads) or 'nothing'}; samples counts all ranks in a step and may "
-            f"be omitted if a batch of the study gives them"
+            f"the first line of {path} must name {', '.join(_NEEDED)}, and may name "
+            f"{', '.join(valid[len(_NEEDED) :])}, got {', '.join(heads) or 'nothing'}; samples "
+            f"counts all ranks in a step and may be omitted if the study has a factor batch"
         )
     found: list[PointRecord] = []
     repeats = Counter[str]()
@@ -104,7 +105,7 @@ def _point_of(row: Mapping[str, str], config: StudyConfig, tool: str) -> Point:
 
 
 def _value_of(text: str, values: Sequence[Any]) -> Any:
-    """Return the value of a factor that has this text; the text itself if there is none."""
+    """Return the one of ``values`` that is written as ``text``, or ``text`` itself."""
     return next((each for each in values if str(each) == text.strip()), text.strip())
 
 

@@ -19,7 +19,7 @@ from hpctrain.core.records import read
 from hpctrain.studies.resources import RankSamples, resources_of
 
 SMOOTHED = 10  # steps whose mean loss is compared with a target
-MOST_PART = 1.05  # maximum of a part relative to its step; the clocks of both may differ
+MOST_PART = 1.05  # maximum ratio of a part to its step; different clocks may measure the two
 
 _OWN = ("step", "at", "samples", "loss", "seconds")
 _PARTS = ("compute_s", "communication_s", "input_s")

@@ -24,7 +24,7 @@ class StepRecord:
     """Measurements of the steps after the warm-up: durations, samples and bytes.
 
     Times and bytes are per step; lists have one entry per step. The slowest rank
-    determines the duration of a step. None means that no rank recorded the value.
+    determines the duration of a step. None means that some rank did not record the value.
     """
 
     num_steps: int = 0
@@ -57,7 +57,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRecord:
-    """Progress of the training; times count from the first step and include the warm-up."""
+    """Progress of the training; times start at the first step and include the warm-up."""
 
     elapsed_s: float | None = None
     loss: float | None = None  # loss of the last step
@@ -69,14 +69,15 @@ class LearningRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRecord:
-    """Load of the hosts of a repeat: ``other_cores`` and ``mhz`` of all hosts during the steps.
+    """Load of the hosts of a repeat.
 
-    The other values are of the host that started the repeat, at its end. So are these two if the
-    steps are shorter than the time between two samples.
+    ``other_cores`` and ``mhz`` are measured on all hosts during the counted steps. All other
+    fields are measured on the host that started the ranks, over the whole repeat or at its end. If
+    the steps are shorter than the time between two samples, this also holds for these two fields.
     """
 
     load: float | None = None
-    other_cores: float | None = None  # mean number of cores that others used, on the worst host
+    other_cores: float | None = None  # mean cores that other processes used, on the worst host
     machine_cores: int | None = None
     mhz: float | None = None  # mean clock rate of the cores
     celsius: float | None = None  # highest temperature of a sensor of the processors
@@ -126,7 +127,7 @@ class PointRecord(HostRecord, ResourceRecord, LearningRecord, StepRecord, PointR
         return None if rate is None else 1e6 * self.layout.ranks / rate / 3600
 
 
-VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
+VERSION, READER = 1, "1.0"  # version of the format, and the oldest hpctrain that reads it
 
 Environment = Mapping[str, Any]
 """Environment of a study: version and reader of the format of the folder, versions, mpi (the

@@ -34,7 +34,7 @@ class PointRepeat:
     """One repeat of a point."""
 
     point: Point
-    repeat: int  # number of the repeat, from 0
+    repeat: int  # index of the repeat, from 0
     order: int  # index among all repeats of all points, from 0
 
     @property
@@ -68,7 +68,10 @@ class PointRepeat:
         return found
 
     def is_oversubscribed(self, cores: int, hosts: int) -> bool:
-        """Return True if the ranks outnumber the cores of ``hosts`` hosts with ``cores`` each."""
+        """Return True if the ranks outnumber the cores of their hosts.
+
+        A host has ``cores`` cores. Nodes beyond ``hosts`` share these hosts.
+        """
         return self.layout.ranks > cores * min(self.layout.nodes, hosts)
 
 
@@ -95,8 +98,8 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     repeats can be added later.
 
     Raises:
-        ConfigError: the factors of every point contradict each other, or the batch of a point is
-            not a multiple of its ranks.
+        ConfigError: ranks and nodes contradict each other in every combination of factors, or the
+            batch of a point is not a multiple of its ranks.
     """
     combinations = (
         dict(zip(config.factors, values, strict=True))
@@ -125,7 +128,7 @@ def attempts_of(config: StudyConfig) -> list[PointRepeat]:
 
 
 def on_slurm(config: StudyConfig) -> StudyConfig:
-    """Return the study for Slurm: on real nodes, and with ``srun`` if no launcher is set."""
+    """Return the study for Slurm: on real nodes, and with ``srun`` as the default launcher."""
     nodes = max(attempt.layout.nodes for attempt in attempts_of(config))
     launcher = SRUN if config.command.launcher == LAUNCH else config.command.launcher
     return replace(

@@ -18,7 +18,7 @@ from hpctrain.studies.study_file import REQUIRED
 from hpctrain.studies.study_results import PointSummary, StudyResults
 
 FARTHEST = 4
-"""Largest growth of the ranks, from the largest measured size, for which a result is stated."""
+"""Largest ratio of predicted ranks to the most measured ranks for which a decision is stated."""
 
 _WIDE = "the interval is too wide to decide"
 
@@ -81,7 +81,7 @@ class Prediction:
         validation: forecasts of measured sizes, each from all smaller ones.
         forecasts: forecasts of larger sizes.
         required: required efficiency, 0 to 1.
-        lacking: curves with too few sizes.
+        lacking: titles of the curves with too few sizes, with their numbers of sizes.
     """
 
     validation: list[Forecast]
@@ -136,8 +136,8 @@ class Prediction:
         sentences = [_METHOD]
         if num:
             sentences.append(
-                f"In {kept} of {num} validations the predicted interval contains the measured "
-                f"time within its noise; the largest error of a predicted time is {worst:.0%}."
+                f"In {kept} of {num} validations the intervals of the predicted and of the "
+                f"measured time overlap; the largest error of a predicted time is {worst:.0%}."
             )
         if kept < num:
             sentences.append("Predictions of this study are therefore not reliable.")
@@ -148,8 +148,8 @@ class Prediction:
                 f"the efficiency is at least {self.required:.0%}."
             )
         sentences += [
-            f"A prediction needs {LEAST_SIZES} sizes with a core for each rank, but {each} "
-            f"measured."
+            f"A prediction needs {LEAST_SIZES} sizes with a core for each rank; measured sizes of "
+            f"{each}."
             for each in self.lacking
         ]
         return " ".join(sentences)
@@ -197,20 +197,20 @@ class Prediction:
 VALIDATION_HEADS = ("curve", "predicted from", "ranks", "predicted", "measured", "error", "result")
 
 _METHOD = (
-    "Predicted times are from sums of computing, which is divided among the ranks or constant, "
-    "and of overheads that grow with ranks or nodes as (n - 1) / n, log n or n, and from a power "
-    "law. The interval contains the predictions of all models that fit the measured sizes, with "
-    "the noise of their repeats, and is widened if the largest measured size is outside of the "
-    "interval that the smaller ones predict for it."
+    "Several models predict the time of a step: a power law, and sums of the time of computing, "
+    "which is constant or divided among the ranks, and of overheads, which grow with the number n "
+    "of ranks or nodes as (n - 1) / n, log n or n. The interval contains the predictions of all "
+    "models that fit the measured sizes, with the noise of their repeats. The interval is widened "
+    "if the largest measured size is outside the interval that the smaller sizes predict for it."
 )
 
 
 def _validation(
     results: StudyResults, title: str, points: Sequence[PointSummary]
 ) -> Iterator[Forecast]:
-    """Yield a forecast of each size from the smaller ones.
+    """Yield a forecast of each measured size, beginning with the third, from the smaller ones.
 
-    A size of several nodes cannot be predicted from sizes of one node.
+    A size of several nodes is skipped if all smaller sizes have one node.
     """
     for number in range(2, len(points)):
         known, actual = points[:number], points[number]
@@ -236,7 +236,10 @@ def _forecast(
 
 
 def _grown(results: StudyResults, points: Sequence[PointSummary], ranks: int) -> Size:
-    """Return a size with as many ranks per node as the largest measured point, or its cores."""
+    """Return a size of ``ranks`` ranks, with as many ranks per node as the last point.
+
+    If this point has one node, a node gets at least as many ranks as a host has cores.
+    """
     _, nodes, each = points[-1].records[0].layout
     if nodes == 1:
         each = max(each, results.config.study.cores)

@@ -19,17 +19,17 @@ from hpctrain.studies.study_results import PointSummary, StudyResults, shown_bat
 
 PER_SAMPLES = 1e6  # samples to which costs refer if the length of the training is unknown
 
-_WH = 3600.0  # joules of a watt-hour
+_WH = 3600.0  # joules per watt-hour
 
 _METHOD = (
     "A step lasts as long as on its slowest rank. The time of a repeat is the mean of its steps "
-    "after {warm_up} of warm-up; a point has the median of {repeats} repeats. Brackets contain "
-    "the confidence interval of 95 %, or of the stated lower confidence if the repeats are too "
-    "few: of medians by the sign test, of ratios by the rank-sum test, neither of which assumes a "
-    "distribution. All points were measured in each repeat, in random order. Excluded are the "
-    "warm-up steps, repeats that ended with an error, and, from speed-up and efficiency, points "
-    "with more ranks than cores. No other repeat is excluded: outliers are shown in the figures "
-    "and count in the medians."
+    "after {warm_up} warm-up steps; the value of a point is the median over {repeats} repeats. "
+    "Brackets contain the confidence interval of 95 %, or of the stated lower confidence if the "
+    "repeats are too few: by the sign test for medians, and by the rank-sum test for ratios. "
+    "Neither test assumes a distribution. All points were measured in each repeat, in random "
+    "order. Excluded are the warm-up steps, repeats that ended with an error, and, from speed-up "
+    "and efficiency, points with more ranks than cores. No other repeat is excluded: outliers are "
+    "shown in the figures and count in the medians."
 )
 
 _Column = tuple[str, Callable[[PointSummary], Cell | None]]
@@ -278,7 +278,7 @@ class Proposal:
         if any(each.read_bytes is not None for each in self.results.done):
             found.append("Bytes read and written are counted in system calls of the ranks.")
         if missing:
-            found.append(f"Without a readable counter: {', '.join(missing)}.")
+            found.append(f"Not recorded, for lack of a readable counter: {', '.join(missing)}.")
         return found
 
     def _prediction(self) -> list[Any]:

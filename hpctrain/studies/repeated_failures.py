@@ -1,4 +1,4 @@
-"""Detection of failures that are not due to a point, after which a study stops."""
+"""Detection of repeated failures that are not due to a point; a study then stops."""
 
 import re
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 class RepeatedFailures:
     """Attempts of a study that failed one after the other with the same error.
 
-    An error that grows with the size of a point, such as a lack of memory, only concerns this
-    point. Other causes, such as a missing file, would fail all further attempts.
+    An error that is due to the size of a point, such as a lack of memory, concerns only this
+    point. Other causes, such as a missing file, would make all further attempts fail.
     """
 
     def __init__(self, known: Iterable[PointRecord]) -> None:
@@ -24,8 +24,8 @@ class RepeatedFailures:
     def stops(self, record: PointRecord) -> bool:
         """Add the next record; return True if the study should stop.
 
-        True after ``NUM_SAME`` equal errors in a row, if no point was measured, or if these points
-        were measured before.
+        The study should stop if ``NUM_SAME`` attempts in a row failed with the same error, and
+        either no point was ever measured, or all points of these attempts were measured before.
         """
         if record.is_done:
             self._measured.add(record.text)

@@ -1,4 +1,4 @@
-"""The report of a study: a page, figures as files, and a summary for a terminal."""
+"""The report of a study: an HTML page, figures as files, and a summary for a terminal."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -38,20 +38,20 @@ POINT_HEADS = (
     *LEVELS.values(),
     *("time to target", "without extremes", "reached", "measured"),
 )
-_NUM_SHOWN = 5  # columns of points on a terminal
+_NUM_SHOWN = 5  # columns of the table of points that a terminal shows
 
 _KEPT, _MISSING = ("\N{CHECK MARK} kept", 1), ("\N{BALLOT X} missing", 0)
 
 _METHOD = (
     "A step lasts as long as on its slowest rank. The time of a repeat is the mean of its steps "
-    "after {warm_up} of warm-up, its rate all samples divided by all seconds; a point has the "
-    "median over repeats. Intervals of medians are from the sign test. Efficiency is the "
-    "ratio of medians to the smallest point of the curve with a core for each rank, with an "
-    "interval from the rank-sum test. Both tests assume no distribution; the interval of a point "
-    "contains the true value with a confidence of 95 %, or with the confidence in the table. 95 % "
-    "of all steps are faster than slow steps. Time to target is the median if all repeats reached "
-    "the target; without extremes it is the mean without the best and the worst repeat, as in "
-    "MLPerf HPC."
+    "after {warm_up} warm-up steps, and its rate is all samples divided by all seconds. The value "
+    "of a point is the median over its repeats, with an interval from the sign test. Efficiency "
+    "compares this median with that of the smallest point of the curve that has a core for each "
+    "rank; its interval is from the rank-sum test. Both tests assume no distribution. An interval "
+    "contains the true value with a confidence of 95 %, or with the confidence in the table. The "
+    "column of slow steps has the time that 5 % of all steps exceed. Time to target is the median "
+    "over the repeats if all repeats reached the target; without extremes, it is the mean without "
+    "the best and the worst repeat, as in MLPerf HPC."
 )
 
 

@@ -20,8 +20,8 @@ _HEADS = ("conclusion", "study", "now", "result")
 _TIMES = "{:.2f} times"
 _METHOD = (
     "A conclusion is a statement that the interval of the study proves or refutes. It holds if "
-    "the new interval gives the same answer, does not hold if it gives the other one, and is "
-    "undecided if it contains both."
+    "the new interval gives the same answer, does not hold if the new interval gives the opposite "
+    "answer, and is undecided if the new interval allows both."
 )
 
 
@@ -29,8 +29,8 @@ _METHOD = (
 class Statement:
     """A statement about a study, and whether its measurements prove or refute it."""
 
-    text: str  # if it is true
-    negated: str  # if it is false
+    text: str  # sentence for a true statement
+    negated: str  # sentence for a false statement
     value: str
     truth: bool | None  # None if the measurements do not decide
 
@@ -63,7 +63,7 @@ class Reproduction:
     Args:
         first: results of the study.
         again: results of the same points, measured again.
-        required: efficiency about which the study makes statements.
+        required: efficiency with which the statements compare that of each size, 0 to 1.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ def _order(one: str, other: str) -> tuple[str, str]:
 
 
 def _speed(before: PointSummary, after: PointSummary) -> Estimate:
-    """Return how many times shorter the steps of ``after`` are."""
+    """Return the factor by which the steps of ``after`` are shorter than those of ``before``."""
     return ratio(after.times_s, before.times_s)
 
 

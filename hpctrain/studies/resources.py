@@ -10,26 +10,29 @@ from typing import Any
 from hpctrain.cluster.counters import CRAY
 from hpctrain.core.records import read
 
-MIN_S = 0.5  # shortest time between the samples of a rate; ticks of processor time last 0.01 s
+MIN_S = 0.5  # shortest time that gives a rate, because processor time is counted in 0.01 s
 
 
 @dataclass(frozen=True)
 class RankSamples:
-    """Samples of a rank from the last one before its counted steps to the first one after them."""
+    """Counter samples of a rank, from the last one before its counted steps to the first after."""
 
     host: str
     samples: Sequence[Mapping[str, Any]]
 
     @classmethod
     def read(cls, path: Path, begin: float, end: float) -> "RankSamples":
-        """Read the samples of the file of a rank between two times of the clock of this rank."""
+        """Read the samples of a rank that cover the time from ``begin`` to ``end``.
+
+        ``path`` is the file of the rank. The times are seconds of the clock of this rank.
+        """
         every = read(path, key="sampled_at")
         before = sum(each["sampled_at"] <= begin for each in every)
         until = sum(each["sampled_at"] < end for each in every)
         return cls(path.stem.rpartition("-")[0], every[max(before - 1, 0) : until + 1])
 
     def values(self, name: str) -> list[Any]:
-        """Return the values of a counter; empty if it is not in every sample."""
+        """Return the value of a counter in each sample; an empty list if a sample lacks it."""
         found = [each.get(name) for each in self.samples]
         return [] if None in found else found
 
@@ -38,12 +41,12 @@ class RankSamples:
         return next(iter(self.values(name)[::-1]), None)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a counter, or None."""
+        """Return the mean of a counter over the samples, or None."""
         values = self.values(name)
         return fmean(values) if values else None
 
     def rate(self, name: str) -> float | None:
-        """Return the growth of a counter per second, or None."""
+        """Return the growth of a counter per second; None if unknown or over too short a time."""
         values = self.values(name)
         if not values:
             return None
@@ -52,7 +55,7 @@ class RankSamples:
 
 
 def resources_of(ranks: Sequence[RankSamples], mean_step_s: float) -> dict[str, Any]:
-    """Return the known fields of ``ResourceRecord`` and ``HostRecord`` of a repeat."""
+    """Return the fields of ``ResourceRecord`` and ``HostRecord`` that the samples determine."""
     read_rate, written_rate = (
         _sum(each.rate(name) for each in ranks) for name in ("read_total", "written_total")
     )
@@ -71,7 +74,7 @@ def resources_of(ranks: Sequence[RankSamples], mean_step_s: float) -> dict[str, 
 
 
 def _power(ranks: Sequence[RankSamples]) -> dict[str, Any]:
-    """Return the power of all nodes, with their GPUs, and the counters that were read."""
+    """Return the fields ``power_w`` and ``power_source``; empty if no power was measured."""
     nodes = [each[0] for each in _by_host(ranks)]  # all ranks of a node read the same counter
     watts = _sum(each.rate("node_joules") for each in nodes)
     sources = {each.last("node_source") for each in nodes} if watts is not None else set()

@@ -1,4 +1,4 @@
-"""Largest size of a curve that keeps a required efficiency, with what its interval decides."""
+"""Largest size of a curve that keeps a required efficiency, and whether the intervals prove it."""
 
 import math
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class ScalingLimit:
         compare: Literal["base", "doubling"],
         required: float,
     ) -> "ScalingLimit":
-        """Return the last point before the first one below ``required``.
+        """Return the largest point before the first point with an efficiency below ``required``.
 
         Args:
             points: points of a curve, by increasing number of ranks.
-            compare: ``base`` compares a point with the base of the curve, ``doubling`` with the
-                point before it, per doubling of the ranks.
+            compare: ``base`` uses efficiencies relative to the base of the curve. ``doubling``
+                uses efficiencies relative to the next smaller point, per doubling of the ranks.
             required: required efficiency, 0 to 1.
         """
         known = [each for each in points if each.efficiency is not None]
@@ -55,12 +55,16 @@ class ScalingLimit:
             if found.low is None or found.falls_short:
                 text += "; its repeats are too few for a confidence of 95 %"
             elif found.low < required:
-                text += "; its interval also contains lower values, so more repeats must decide"
+                text += (
+                    "; its interval also contains lower values, so the result needs more repeats"
+                )
         if missed is not None:
             assert missed[1] is not None
             text += f". The next size, {missed[0].size}, has {_shown(missed[1])}"
             if missed[1].high is not None and missed[1].high >= required:
-                text += "; its interval also contains values above, so more repeats must decide"
+                text += (
+                    "; its interval also contains higher values, so the result needs more repeats"
+                )
         else:
             text += ". No larger size with a core for each rank was measured"
         return cls(largest, f"{text}.")

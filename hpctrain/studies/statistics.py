@@ -41,7 +41,7 @@ def ratio(
 
 
 def repeats_needed(confidence: float) -> int:
-    """Return the repeats that two studies both need for a ratio with this confidence."""
+    """Return how many repeats each of two studies needs for a ratio with this confidence."""
     ones = ([1.0] * num for num in itertools.count(2))
     return next(len(one) for one in ones if not ratio(one, one, confidence).falls_short)
 
@@ -51,9 +51,9 @@ def _estimate(
 ) -> Estimate:
     """Return the estimate ``value`` with an interval of the requested confidence.
 
-    The bounds of the interval are two of the sorted ``candidates``. Equally many candidates are
-    outside at both ends, as many as the confidence allows. ``chances[k]`` is the probability that
-    exactly k candidates are below the true value.
+    The bounds of the interval are two of the sorted ``candidates``. The same number of candidates
+    is outside at each end, the largest number that the confidence allows. ``chances[k]`` is the
+    probability that exactly k candidates are below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))
     cut = max(0, int(np.count_nonzero(outside <= 1 - confidence + 1e-12)) - 1)
@@ -65,10 +65,11 @@ def _estimate(
 
 @functools.cache
 def _chances(num: int, other: int) -> npt.NDArray[np.float64]:
-    """Return the null distribution of the Mann-Whitney statistic of two samples.
+    """Return the null distribution of the Mann-Whitney statistic.
 
-    Entry k is the probability that k pairs have the smaller value in the first sample. In each
-    step, the recursion removes the largest value, which belongs to one of the two samples.
+    The first sample has ``num`` values, the second has ``other`` values. Entry k is the
+    probability that k of the ``num * other`` pairs have the larger value in the first sample. Each
+    step of the recursion removes the largest value, which belongs to one of the two samples.
     """
     if not num or not other:
         return np.ones(1)

@@ -25,7 +25,7 @@ STUDY, FILES = "study", "files"  # folders of an archive
 
 _LARGEST = MIB  # bytes of a file that counts as a script, and not as data
 _LEAST, _RATIO = 64 * MIB, 200
-"""Largest size of the files of an archive: in bytes, or, if larger, relative to the archive."""
+"""Maximum bytes of the unpacked files: ``_LEAST``, or, if more, ``_RATIO`` times the archive."""
 _SUFFIXES = (".py", ".toml", ".sh")  # of scripts outside of the current directory
 _MODULE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 _RECORDS = ("STUDY.toml", "environment.json", "points*.jsonl", "*.sbatch", "imported/*.csv")
@@ -52,8 +52,8 @@ def files_of(config: StudyConfig) -> dict[str, Path]:
     """Return the scripts and configurations of a study in the current directory, by their names.
 
     These are the small files that the command names, the modules next to them that a TOML file
-    names as ``module:name``, and the modules next to them that a script imports. The name is
-    relative to the current directory, or absolute if the file is outside of it.
+    names as ``module:name``, and the modules next to them that a script imports. A name is the
+    path relative to the current directory, or absolute if the file is outside this directory.
     """
     root = Path.cwd().resolve()
     words = {word for text in _commands(config) for word in shlex.split(text)}
@@ -139,8 +139,8 @@ def unpack(contents: Mapping[str, bytes], place: Path) -> None:
 def read(archive: Path) -> dict[str, bytes]:
     """Return the contents of an archive by name.
 
-    Raises ``DataError``: a checksum differs, or the archive has links, or files outside of it, or
-    files that are far larger than the archive.
+    Raises ``DataError``: a checksum differs, or the archive contains links, paths that lead
+    outside its folder, or files that are far larger than the archive.
     """
     found: dict[str, bytes] = {}
     unsafe = set[str]()
@@ -171,7 +171,7 @@ def read(archive: Path) -> dict[str, bytes]:
 
 
 def _members(file: tarfile.TarFile, limit: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive. Raises ``ValueError``: they exceed ``limit`` bytes."""
+    """Yield the members of an archive. Raises ``ValueError`` if they exceed ``limit`` bytes."""
     for member in file:
         limit -= member.size
         if limit < 0:
@@ -190,7 +190,7 @@ def _is_script(word: str) -> bool:
 
 
 def _imports_of(path: Path) -> list[Path]:
-    """Return the files of the modules next to a script or TOML file that it names."""
+    """Return the files of the modules that a script or TOML file names and that are next to it."""
     if path.suffix not in (".py", ".toml"):
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -204,7 +204,7 @@ def _imports_of(path: Path) -> list[Path]:
 
 
 def _imported(text: str) -> set[str]:
-    """Return the first words of the modules that a script imports."""
+    """Return the top-level names of the modules that a script imports."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:

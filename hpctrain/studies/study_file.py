@@ -38,9 +38,9 @@ class StudyTable(CheckedFields):
     name: str = "study"
     """Name of the study, and of its folder studies/NAME."""
     mode: Literal["strong", "weak"] = "strong"
-    """strong: equal work on more ranks, factor batch is the batch of all ranks; weak: more work on
-    more ranks, factor batch is the batch of each rank. A factor mode = ["strong", "weak"] measures
-    both, interleaved."""
+    """strong: the same work on more ranks, and the factor batch is the batch of all ranks; weak:
+    more work on more ranks, and the factor batch is the batch of each rank. A factor mode =
+    ["strong", "weak"] measures both, interleaved."""
     model: str = ""
     """Name of the model, for titles of figures and reports; by default the command."""
     repeats: Number = 5
@@ -49,18 +49,20 @@ class StudyTable(CheckedFields):
     seed: Count = 0
     """Seed of the random order."""
     warm_up: Count = 10
-    """First steps of each repeat that do not count; at least the very first step, whose start is
-    unknown unless records contain its seconds."""
+    """Number of first steps of each repeat that do not count. The very first step never counts if
+    its record has no seconds, because its start is then unknown."""
     target: Mapping[str, Any] = field(default_factory=dict)
     """Goal of the time to target, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
-    hpctrain.record; loss is the mean of ten steps, a name that ends in loss falls, others grow."""
+    hpctrain.record; loss is averaged over ten steps. A value whose name ends in loss must fall to
+    the goal, other values must rise to it."""
     timeout: Time = "1h"
     """Time limit of a repeat of a point."""
     cores: Count = 0
     """Cores of a host; 0 counts the cores of this machine."""
     hosts: Number = 1
-    """Real hosts. Further nodes of a point are declared nodes that share their cores; a point with
-    more ranks than cores is oversubscribed: measured, but without an efficiency."""
+    """Number of real hosts. Further nodes of a point are only declared, and share the cores of
+    these hosts. A point with more ranks than cores is oversubscribed: measured, but without an
+    efficiency."""
 
     def describe_machine(self, counted: int | None = None) -> str:
         """Return the cores and hosts as text; ``counted`` cores if ``cores`` is 0."""
@@ -94,8 +96,8 @@ class StudyConfig(CheckedFields):
     """A scaling study; hpctrain study run measures it."""
 
     factors: Mapping[str, Any] = field(default_factory=dict)
-    """Factors: a list of values for each, and a point for each combination. ranks, nodes and
-    ranks_per_node are the size of a point, each may be left out; batch and any other name, such
+    """Factors, each with a list of values; each combination of values is a point. ranks, nodes and
+    ranks_per_node are the size of a point, and each may be omitted; batch and any other name, such
     as codec or steps, are used in the texts of [command]."""
     study: StudyTable = field(default_factory=StudyTable)
     command: CommandTable = field(default_factory=CommandTable)
@@ -112,14 +114,14 @@ class StudyConfig(CheckedFields):
             is_word = re.fullmatch(r"[a-z]\w*", name) is not None and name not in _ATTEMPT
             require(
                 is_word,
-                "factors must be words of small letters, other than folder and repeat",
+                "names of factors must be words in lower case, other than folder and repeat",
                 name,
             )
             is_size = all(type(value) is int and value > 0 for value in values)
             is_free = name not in (*_LAYOUT, "batch")
             require(is_free or is_size, f"factors.{name} must be integers above 0", values)
         for mode in self.factors.get("mode", []):
-            require(mode in _MODES, f"factors.mode must be of {', '.join(_MODES)}", mode)
+            require(mode in _MODES, f"factors.mode must contain only {' and '.join(_MODES)}", mode)
         for name, value in self.study.target.items():
             is_number = type(value) in (int, float) and math.isfinite(value)
             require(is_number, f"study.target.{name} must be a number", value)
@@ -171,9 +173,9 @@ class StudyConfig(CheckedFields):
         return any(name in _NAME.findall(text) for text in self._texts())
 
     def changes(self, other: "StudyConfig") -> list[str]:
-        """Return the keys that change the points and have different values in two studies.
+        """Return the keys that determine the points and differ between this study and ``other``.
 
-        Repeats, time limits and the size of the machine do not change the points.
+        Repeats, time limits and the size of the machine do not determine the points.
         """
         free = ("study.model", "study.repeats", "study.timeout", "study.cores", "study.hosts")
         keys = [name for name in keys_of(StudyConfig) if name not in free]

@@ -25,7 +25,7 @@ StepBound = Callable[[Point], float]
 
 MAX_POINTS = 100  # maximum number of points of a curve
 MAX_CAPTION = 140  # characters of a line of a caption
-SLOW_CLOCK = 0.9  # clock rate of a point, relative to the fastest, below which it is reported
+SLOW_CLOCK = 0.9  # a point with a lower clock rate, relative to the fastest, is reported
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
 
     Points of the same curve differ only in the factors of ``Placement``. Points with different
     values of the factor ``batch`` belong to different curves. In a weak study, ``batch`` is the
-    batch of a rank; in a strong study, the batch of all ranks. A factor ``mode`` replaces
-    ``mode``.
+    batch of a rank; in a strong study, the batch of all ranks. A factor ``mode`` of a point
+    replaces the argument ``mode``.
     """
     curves: dict[str, dict[str, list[PointRecord]]] = {}
     for record in records:
@@ -156,7 +156,7 @@ class StudyResults:
     records: list[PointRecord]
     directory: Path = Path()
     bound: StepBound | None = None
-    imported: list[PointRecord] = field(default_factory=list)  # of other tools
+    imported: list[PointRecord] = field(default_factory=list)  # records of other tools
 
     @classmethod
     def read(cls, directory: Path) -> "StudyResults":
@@ -232,7 +232,7 @@ class StudyResults:
 
     @cached_property
     def remarks(self) -> list[str]:
-        """A sentence for each point that was measured under other conditions than required."""
+        """Sentences about conditions that made the times of points too long; see ``_remarks``."""
         fastest = max((each.mhz or 0.0 for each in self.done), default=0.0)
         return [text for each in self.summaries for text in _remarks(each, fastest, self.label)]
 
@@ -305,11 +305,11 @@ class StudyResults:
         return []
 
     def label(self, point: Point) -> str:
-        """Return a text with the factors of a point whose values differ between points."""
+        """Return the factors that distinguish a point from others, as text; all if none does."""
         return label_of(self._distinct(point) or point)
 
     def curve(self, point: Point) -> str:
-        """Return a text with the factors of the curve of a point; empty if there is one curve."""
+        """Return the factors that distinguish the curve of a point; empty for a single curve."""
         return label_of(self._distinct(_curve_of(point)))
 
     def _distinct(self, point: Point) -> Point:
@@ -339,7 +339,7 @@ def label_of(point: Point) -> str:
 def _remarks(
     summary: PointSummary, fastest_mhz: float, label: Callable[[Point], str]
 ) -> Iterator[str]:
-    """Yield the conditions that make the times of a point too long."""
+    """Yield a sentence for each condition that made the times of a point too long."""
     where, num = label(summary.point), len(summary.done)
     if disturbed := [each for each in summary.done if each.is_disturbed]:
         worst = max(disturbed, key=lambda each: each.other_cores or 0.0)

@@ -57,8 +57,8 @@ class Study:
     def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
         """Return the repeats that have no record yet, in the order of measurement.
 
-        ``repeat`` selects the points of one repeat. With ``failed``, the result includes failed
-        repeats.
+        ``repeat`` selects the repeat with this index, from 0. With ``failed``, the result includes
+        failed repeats.
         """
         records = self.folder.read_points()
         known = {each.order for each in records if not (failed and each.status == "failed")}

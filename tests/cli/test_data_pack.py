@@ -75,7 +75,7 @@ def test_classes_are_counted(run, tmp_path):
     [
         (["--field", "x"], "--field must be NAME=SOURCE", ConfigError),
         (["--field", "x=x", "--field", "x=y"], "given once", ConfigError),
-        (["--resize", "2by2"], "got '2by2'; use such as 224x224", ConfigError),
+        (["--resize", "2by2"], "got '2by2'; for example, use 224x224", ConfigError),
         (["--samples-per-shard", "2", "--shard-size", "1MB"], "omit one", ConfigError),
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
         (["--shard-size", "512"], 'write "512 B" for bytes', ConfigError),

@@ -79,7 +79,10 @@ def test_a_run_stops_at_an_error_that_no_point_causes():
     result = run("run", "study.toml", "--out", "here")
     assert result.exit_code == 1
     assert "0 of 12 measured, 3 failed" in result.stdout
-    assert "stopped: the last attempts failed with one error that no point causes" in result.stdout
+    assert (
+        "stopped: the last attempts failed with the same error, which their points"
+        in result.stdout
+    )
 
 
 def commands():

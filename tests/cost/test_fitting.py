@@ -184,7 +184,7 @@ def test_the_command_shows_residuals_and_writes_a_machine(tmp_path):
     line = ["bench", "fit", *map(str, files), "--out", str(tmp_path / "machine.toml")]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
-    assert "at points not fitted to" in result.output
+    assert "at points that the fit did not use" in result.output
     assert "halving, flat" in result.output
     machine = Machine.read(tmp_path / "machine.toml")
     assert machine.network.bytes_per_s == pytest.approx(1.2e8, rel=0.1)

@@ -172,7 +172,7 @@ TABLE = {
         (world(seeing(), seeing()), "ok", "no rank sees a GPU"),
         (world(seeing("0"), seeing("1")), "note", "torch sees none"),
         (world(seeing("0", "1"), seeing("0", "1")), "note", "gives 2 GPUs"),  # by local rank
-        (world(seeing("0"), seeing("0")), "warning", "by the numbers in the environment"),
+        (world(seeing("0"), seeing("0")), "warning", "according to the environment"),
         (world(*[seeing("0", "1")] * 3), "warning", "ranks 0,2 on a use GPU 0"),
         (world(seeing("0"), seeing()), "warning", "rank 1 on a see none"),
         (

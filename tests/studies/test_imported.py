@@ -91,7 +91,7 @@ def test_factors_of_several_values_are_columns(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "head", "message"),
     [
-        (["1,1"], "nodes,ranks", "names of its columns, of nodes, ranks, seconds, samples, batch"),
+        (["1,1"], "nodes,ranks", "must name nodes, ranks, seconds, and may name samples, batch"),
         (["1,1,1,1"], "nodes,ranks,seconds,gpu", "got nodes, ranks, seconds, gpu"),
         ([], "nodes,ranks,seconds", "must have a row for each repeat"),
         (["1,1,0.1", "2,1,0.1"], "nodes,ranks,seconds", "line 3.* got 1 ranks on 2 nodes"),

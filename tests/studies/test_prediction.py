@@ -81,7 +81,7 @@ def test_nodes_are_not_validated_from_one_node():
 def test_too_few_sizes_are_named_and_measured_sizes_are_not_predicted():
     found = Prediction.of(study(sizes=(1, 2)))
     assert (found.validation, found.forecasts) == ([], [])
-    assert "needs 3 sizes with a core for each rank, but digits: 2 measured" in found.text
+    assert "needs 3 sizes with a core for each rank; measured sizes of digits: 2" in found.text
     with pytest.raises(DataError, match=r"--ranks must be above 8, .* got 4"):
         Prediction.of(study(), ranks=[4])
 

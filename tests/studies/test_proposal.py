@@ -130,7 +130,7 @@ def test_an_interval_across_the_requirement_is_undecided():
     ]
     summaries = summarize([r for point in noisy for r in point.records], "strong")
     assert "also contains lower values" in ScalingLimit.of(summaries, "base", 0.7).text
-    assert "also contains values above" in ScalingLimit.of(summaries, "base", 0.75).text
+    assert "also contains higher values" in ScalingLimit.of(summaries, "base", 0.75).text
     few = timed({1: 1.0, 2: 0.5}, repeats=2)
     assert "too few for a confidence of 95 %" in ScalingLimit.of(few, "base", 0.75).text
     assert "fewer than two sizes" in ScalingLimit.of(few[:1], "base", 0.75).text

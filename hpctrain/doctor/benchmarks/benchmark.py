@@ -116,7 +116,8 @@ class Row:
     max_us: float
     algorithm_gbs: float  # bytes of the message divided by ``avg_us``, in 1e9 bytes per second
     bus_gbs: float
-    """Minimum rate of the busiest link; comparable between operations and world sizes."""
+    """Lower bound of the rate of the busiest link, in 1e9 bytes per second. Comparable between
+    operations and numbers of ranks."""
     num_wrong: int  # wrong elements over all ranks
     library_us: float | None = None  # ``avg_us`` of MPI_Allreduce
     library_ratio: float | None = None  # ``library_us`` / ``avg_us``; hpctrain is faster above 1
@@ -136,7 +137,7 @@ def run(
     Raises:
         ConfigError: the operation needs more ranks, or ``json`` is set but
             ``hpctrain.cost`` cannot model the request.
-        MismatchError: MPI does not support the type, so no comparison is possible.
+        MismatchError: ``request.peers`` is set, but MPI does not support the type.
     """
     initialization.init()
     here = world.current()

@@ -37,7 +37,7 @@ def write(target: Tensor, period: Tensor, start: int = 0) -> None:
 
 
 def num_wrong(values: Tensor, period: Tensor, start: int = 0) -> int:
-    """Return the number of elements of ``values`` that differ from what ``write`` writes."""
+    """Return the number of elements of ``values`` that ``write`` would write differently."""
     return sum(
         int((chunk != tile).any(dim=1).sum()) for chunk, tile in _tiles(values, period, start)
     )

@@ -46,7 +46,7 @@ def _missing(name: str) -> Finding:
     return error(f"{name} must be installed, but is missing", f"pip install {name}")
 
 
-_SYSTEM = Path("/usr")  # contains packages of the system, not of a module
+_SYSTEM = Path("/usr")  # for packages of the system, not of environment modules
 
 
 def check_library(facts: Facts) -> Found:

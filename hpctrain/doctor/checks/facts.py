@@ -26,7 +26,7 @@ class StripeFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuNetworkFacts:
-    """What GPUs need to communicate between nodes."""
+    """Facts about the network of GPUs, compiler caches, striping, core dumps and huge pages."""
 
     places: tuple[GpuPlace, ...] = ()  # GPUs in the order of their PCI addresses
     interfaces: tuple[str, ...] = ()  # network interfaces of the kernel, such as ``hsn0``
@@ -152,7 +152,7 @@ class LimitFacts:
     """Limits of this process; infinite if there is none."""
 
     files: float = math.inf  # open files
-    most_files: float = math.inf  # to which the process may raise ``files``
+    most_files: float = math.inf  # maximum to which the process may raise ``files``
     threads: float = math.inf  # threads of the user, or of the container
 
 
@@ -216,7 +216,7 @@ class TrafficFacts:
 
     inside: Sequence[MeasuredLink] = ()  # a link between two ranks of each node
     between: Sequence[MeasuredLink] = ()  # links between the first ranks of nodes
-    carried: Sequence[Carried] = ()  # bytes that left each node meanwhile
+    carried: Sequence[Carried] = ()  # bytes that each node sent during the measurements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from hpctrain.doctor.checks.facts import Facts
 from hpctrain.launch.site import SiteProfile
 
 LARGE_BYTES = 4 * GIB  # files of this size are read faster from several targets of Lustre
-HUGE_FRACTION = 0.05  # of the memory; less in huge pages is not reported
+HUGE_FRACTION = 0.05  # of the memory; a smaller part in huge pages is not reported
 
 _SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "panfs", "wekafs", "fuse", "smb", "afs")
 """First letters of the names of file systems that all nodes share."""
@@ -36,7 +36,7 @@ def check_gpu_network(facts: Facts) -> Found:
 
 
 def _plugin(facts: Facts) -> Iterator[Finding]:
-    """Report Slingshot without a plugin, or a plugin that a variable requests and is missing."""
+    """Report a missing plugin, if Slingshot needs a plugin or NCCL_NET requests one."""
     if facts.gpu_network.plugins:
         return
     do = (
@@ -69,7 +69,7 @@ def _names(facts: Facts) -> Iterator[Finding]:
 
 
 def _selects(text: str, there: Iterable[str], *, is_exact: bool) -> bool:
-    """Return True if a variable selects a name.
+    """Return True if ``text``, the value of a variable, selects a name of ``there``.
 
     NCCL accepts prefixes, ``=`` before exact names, and ``^`` before names to exclude; a port
     follows the name of an adapter after a colon.
@@ -126,7 +126,7 @@ _BLOCKING = "kernels must overlap with other work, but {} makes each call wait f
 
 
 def _gpu_numbers(facts: Facts) -> Iterator[Finding]:
-    """Report numbers of HIP beyond the GPUs that ROCR_VISIBLE_DEVICES leaves visible."""
+    """Report GPU indices of HIP_VISIBLE_DEVICES that ROCR_VISIBLE_DEVICES makes invalid."""
     environ = facts.environ
     rocr, hip = (environ.get(f"{name}_VISIBLE_DEVICES", "") for name in ("ROCR", "HIP"))
     numbers = [int(word) for word in hip.split(",") if word.strip().isdigit()]
@@ -183,7 +183,7 @@ def _policy(facts: Facts) -> Iterator[Finding]:
 
 
 def check_srun_type(facts: Facts) -> Found:
-    """Report a value of SLURM_MPI_TYPE with which ranks of this MPI do not find each other."""
+    """Report a SLURM_MPI_TYPE that does not fit this MPI: each rank would be a separate world."""
     library, text = facts.mpi.library, facts.environ.get("SLURM_MPI_TYPE", "")
     if library is None or not text or launched(facts.environ):
         return ok("SLURM_MPI_TYPE is not set")
@@ -249,7 +249,7 @@ def check_limits(facts: Facts) -> Found:
 
 
 def check_stripes(facts: Facts) -> Found:
-    """Report large files in a directory of Lustre whose files are on one storage target each."""
+    """Report large files in Lustre directories that store each file on one storage target."""
     return [
         note(
             f"a file of {format_bytes(each.largest_bytes)} in {path} should be on several storage "

@@ -30,7 +30,7 @@ def check_gpus(facts: Facts) -> Found:
 def check_own_gpus(world: WorldFacts) -> Found:
     """Report ranks of a node that use the same GPU, no GPU, or a distant GPU.
 
-    A rank uses the visible GPU whose index is its local rank, modulo the number of visible GPUs.
+    A rank uses the visible GPU with the index ``local_rank % number of visible GPUs``.
     """
     ranks = world.ranks
     if not any(facts.visible.names for facts in ranks):
@@ -94,8 +94,8 @@ def _given_twice(facts: Facts) -> list[Finding]:
     if not twice:
         return []
     what = (
-        f"{_VISIBLE} must name each GPU once, got {facts.environ[_VISIBLE]}, in which two ranks "
-        f"would use GPU {twice[0]}"
+        f"{_VISIBLE} must name each GPU once, got {facts.environ[_VISIBLE]}: two ranks would use "
+        f"GPU {twice[0]}"
     )
     return [error(what, f"export {_VISIBLE}={','.join(dict.fromkeys(devices))}")]
 
@@ -152,7 +152,7 @@ def _unused(facts: Facts) -> list[Finding]:
 
 def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Finding:
     certain = all(ranks[rank].visible.by_torch for rank in members)
-    source = "" if certain else ", by the numbers in the environment"
+    source = "" if certain else ", according to the environment"
     rule = "each rank must have its own GPU"
     what = f"{rule}, but {format_ranks(members)} on {host} use GPU {device}{source}"
     do = (

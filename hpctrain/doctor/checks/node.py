@@ -149,7 +149,7 @@ def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[in
 
 
 def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return the ranks of a host that share fewer cores than there are sharing ranks."""
+    """Return ranks of a host with overlapping masks that outnumber the cores of these masks."""
     found: set[int] = set()
     for rank in members:
         peers = _peers(rank, members, ranks)
@@ -250,8 +250,8 @@ def _small_shm(facts: Facts) -> list[Finding]:
     ]
 
 
-# Measured with Open MPI 5: a rank has 20 descriptors, one for each TCP peer, and four threads in
-# addition to those of torch; mpirun has 20 descriptors and three for each rank of its node.
+# Measured with Open MPI 5: a rank has 20 descriptors plus one for each TCP peer, and four threads
+# plus those of torch. mpirun has 20 descriptors plus three for each rank of its node.
 BASE_FILES = 64  # includes files of data
 FILES_PER_RANK = 3
 PEERS_PER_ROUND = 5  # dissemination, trees and doubling over all ranks and on the rails

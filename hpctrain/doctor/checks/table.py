@@ -56,7 +56,7 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
 def examine(facts: Facts) -> list[Finding]:
     """Return the findings of all checks of one process."""
     found = [each for name, judge in OF_PROCESS for each in named(name, judge(facts))]
-    if launched(facts.environ) is None:  # a launch compares its ranks
+    if launched(facts.environ) is None:  # ``OF_WORLD`` checks the ranks of a launch
         found += named("cores", node.check_masks([facts]))
         found += named("threads", node.check_threads([facts]))
     return found

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TRIAL_S = 10.0  # enough for a slow file system, short enough to wait for
 
-_GRACE_S = 1.0  # a process that waits for a file server cannot be killed
+_GRACE_S = 1.0  # time to end; a process that waits for a file server does not end when killed
 _VALUE = b"hpctrain doctor"
 
 

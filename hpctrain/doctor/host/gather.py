@@ -106,7 +106,7 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
-    """Return the error of loading Horovod in a separate process, if Horovod is the engine."""
+    """Return the error of loading Horovod in a separate process; empty for another engine."""
     try:
         if config.setting("engine", environ) != "horovod":
             return ""

@@ -40,7 +40,7 @@ def gather(
     Args:
         environ: environment variables of the process.
         directories: results of the trials of requested directories.
-        root: prefix of ``sys`` and ``proc``.
+        root: folder that contains ``sys`` and ``proc``; another folder for tests.
         mask: hardware threads of this process; by default its affinity mask.
     """
     own = set(affinity() if mask is None else mask)
@@ -107,7 +107,7 @@ def _stripes(path: Path, environ: Mapping[str, str]) -> StripeFacts | None:
 
 
 def _memory(file: Path) -> tuple[int, int]:
-    """Return the bytes in free huge pages, and in all memory."""
+    """Return the bytes of free huge pages, and of the whole memory."""
     rows = (line.replace(":", " ").split() for line in text_of(file).splitlines())
     values = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     huge = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0)

@@ -68,7 +68,7 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
             world = _world_of(found, settings, [of_rank for of_rank, _ in gathered], seconds)
             world = replace(world, obstacles=obstacles)
             findings = examine_all(world, [own for _, own in gathered])
-            # Some checks use local values of the rank: the findings of rank 0 apply to all ranks.
+            # Some checks read values of their own rank, so all ranks return those of rank 0.
             return comm.broadcast_object(findings)
     except LaunchError as error:
         what, _, remedy = str(error).partition("; ")
@@ -146,7 +146,7 @@ def _of_rank(facts: Facts, size: int) -> Facts:
 
 
 def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
-    """Return the NCCL version, and the reason if NCCL cannot sum over all ranks. Collective."""
+    """Return the NCCL version, and why NCCL cannot sum over all ranks, or "". Collective."""
     count = torch.cuda.device_count()
     if not any(comm.allgather_object(count)):
         return "", ""

@@ -16,18 +16,18 @@ from hpctrain.doctor.checks.network import slow
 
 PING, LARGE, STOP = range(3)
 
-PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # a link is pinged for so long
+PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # duration and number of the pings of a link
 FIRST_BYTES, LAST_BYTES = 256 * KIB, 16 * MIB
 GROWTH = 4
 LARGE_S = 8e-3  # a message is large enough if it takes this time in one direction
 ENDLESS_S = 0.2  # a message that takes this time is not repeated
 LARGE_RUNS = 3
-FEWEST_ROUNDS = 3  # minimum partners of a node; with two, links connect all nodes
+FEWEST_ROUNDS = 3  # a node has another partner in each round; two rounds connect all nodes
 MOST_DOUBTS, PAUSES_S = 4, (0.1, 0.2, 0.4, 0.8, 1.6)
 """Number of slow links that are measured again, and seconds before each repetition. Repetitions
 distinguish a bad cable from other work of a host, which ends after a while."""
 COUNTED = Path("/proc/net/dev")
-_WORD_BYTES = 4  # InfiniBand counts words
+_WORD_BYTES = 4  # unit of the counter port_xmit_data
 
 Clock = Callable[[], float]
 
@@ -168,7 +168,7 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return the seconds and bytes of the largest message, and the bytes of all messages."""
+    """Return one-way seconds and bytes of the largest message, and the bytes of all messages."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:
