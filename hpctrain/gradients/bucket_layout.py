@@ -97,7 +97,7 @@ class BucketLayout:
         )
 
     def is_new_sparse(self, slot: Slot) -> bool:
-        """Return whether the layout has not recorded that the gradient of ``slot`` is sparse."""
+        """Return whether the gradient of ``slot`` is sparse and the layout has not recorded it."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:

@@ -37,7 +37,7 @@ def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
         ConfigError: the optimizer does not average gradients in ``backward()``.
     """
     exchange = exchange_of(optimizer)
-    if isinstance(exchange, NoExchange):  # a world of one
+    if isinstance(exchange, NoExchange):  # a world of one rank
         return
     if not isinstance(exchange, AveragedGradients) or not exchange.count.average:
         raise ConfigError(

@@ -29,9 +29,9 @@ class Origin:
 class Attachments:
     """Hooks and records of a world in this process, removed with the world."""
 
-    hooks: FailureHooks | None  # end all ranks when this one fails; None in a world of one
+    hooks: FailureHooks | None  # end all ranks when this one fails; None in a world of one rank
     before_finalize: "BeforeFinalize | None"
-    """Leaves the world if the program calls ``MPI.Finalize``; None in a world of one."""
+    """Leaves the world if the program calls ``MPI.Finalize``; None in a world of one rank."""
     statistics: Statistics | None  # costs of the collectives, if the settings ask for them
     timelines: Timelines  # the timeline that this rank records, if any
     owner: Owner = field(default_factory=Owner)  # a forked child does not end the world

@@ -71,7 +71,7 @@ class Controllers:
     timelines: Timelines
     last_call: LastCall
     recorder: FlightRecorder  # of unnamed collectives
-    end: Callable[[int], object] | None  # ends all ranks with an exit code; None in a world of one
+    end: Callable[[int], object] | None  # ends all ranks with an exit code; None for one rank
 
     def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
         """Create the controller of a process set; the controller closes ``comm``. Collective."""

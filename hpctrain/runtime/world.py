@@ -32,9 +32,9 @@ class World:
     plan: "Plan"
     plan_origin: str  # human-readable origin of the plan
     settings: "Settings"
-    presence: "Liveness | None"  # detects lost ranks; None in a world of one
+    presence: "Liveness | None"  # detects lost ranks; None in a world of one rank
     attachments: "Attachments"
-    ranks: "MpiComm | None"  # MPI communicator of all ranks; None in a world of one
+    ranks: "MpiComm | None"  # MPI communicator of all ranks; None in a world of one rank
     origin: "Origin"
     rebuild: "Rebuild"  # objects that depend on the ranks
     last_call: "LastCall"  # last collective of this rank
