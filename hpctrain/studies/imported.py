@@ -11,13 +11,14 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.studies.point_records import PointRecord, StudyFolder
-from hpctrain.studies.points import Placement, Point, PointRepeat, layout_of
+from hpctrain.studies.points import MOST_RANKS, Placement, Point, PointRepeat, layout_of
 from hpctrain.studies.study_file import StudyConfig
 
 TOOL = "tool"
 """Name of the factor that distinguishes imported points from the points of the study."""
 
 _NEEDED = ("nodes", "ranks", "seconds")
+SHORTEST_S, LONGEST_S = 1e-9, 1e9  # times of a step
 _REMEDY = "correct the file, and import it again"
 
 
@@ -51,7 +52,7 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"imported results must be a CSV file, but reading {path} failed: {error}; write "
+            f"imported results must be a CSV file in UTF-8, but reading {path} failed: {error}; write "
             f"lines with {', '.join(_NEEDED)}"
         ) from None
 
@@ -60,26 +61,26 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
     rows = csv.DictReader(_text_of(path).splitlines(), skipinitialspace=True)
     heads = [name.strip() for name in rows.fieldnames or ()]
     rows.fieldnames = heads
-    factors = [name for name in config.factors if name not in Placement._fields]
-    valid = (*_NEEDED, "samples", *factors)
-    missing = [name for name in _NEEDED if name not in heads]
-    if missing or not set(heads) <= set(valid):
+    factors = {n: values for n, values in config.factors.items() if n not in Placement._fields}
+    needed = [*_NEEDED, *(name for name, values in factors.items() if len(values) > 1)]
+    optional = ["samples", *(name for name in factors if name not in needed)]
+    if not {*needed} <= {*heads} <= {*needed, *optional} or len({*heads}) < len(heads):
         raise DataError(
-            f"the first line of {path} must name {', '.join(_NEEDED)}, and may name "
-            f"{', '.join(valid[len(_NEEDED) :])}, got {', '.join(heads) or 'nothing'}; samples "
-            f"counts all ranks in a step and may be omitted if the study has a factor batch"
+            f"the first line of {path} must name {', '.join(needed)}, and may name "
+            f"{', '.join(optional)}, each once and separated by commas, got "
+            f"{', '.join(heads) or 'nothing'}; samples counts all ranks in a step and may be "
+            f"omitted if the study has a factor batch"
         )
     found: list[PointRecord] = []
     repeats = Counter[str]()
     for row in rows:
         try:
+            if None in row or None in row.values():
+                raise ValueError(f"a line must have {len(heads)} fields, {', '.join(heads)}")
             point = _point_of(row, config, tool)
             record = _record_of(row, point, config, repeats[repr(point)], len(found))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path}, line {rows.line_num}, must have integers above 0 for nodes and ranks, "
-                f"and a time above 0 in seconds: {error}; {_REMEDY}"
-            ) from None
+        except ValueError as error:
+            raise DataError(f"{path}, line {rows.line_num}: {error}; {_REMEDY}") from None
         repeats[repr(point)] += 1
         found.append(record)
     if not found:
@@ -89,38 +90,52 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
 
 def _point_of(row: Mapping[str, str], config: StudyConfig, tool: str) -> Point:
     """Return the point of a row, with the factors that the study uses."""
-    ranks, nodes = int(row["ranks"]), int(row["nodes"])
-    if not 1 <= nodes <= ranks:
-        raise ValueError(f"got {ranks} ranks on {nodes} nodes")
+    ranks, nodes = _number(row, "ranks"), _number(row, "nodes")
+    if nodes > ranks:
+        raise ValueError(f"nodes must be at most ranks, got {ranks} ranks on {nodes} nodes")
     layout = Placement(ranks, nodes, -(-ranks // nodes))
     of_study = {n: v for n, v in layout._asdict().items() if n in config.factors}
     is_whole = layout_of(of_study) == layout
     place = of_study if is_whole else {"ranks": ranks, "nodes": nodes}
     others = {
-        name: _value_of(row[name], values) if row.get(name) else values[0]
+        name: _value_of(name, row[name], values) if row.get(name) else values[0]
         for name, values in config.factors.items()
         if name not in Placement._fields and (row.get(name) or len(values) == 1)
     }
     return {TOOL: tool, **place, **others}
 
 
-def _value_of(text: str, values: Sequence[Any]) -> Any:
+def _number(row: Mapping[str, str], name: str) -> int:
+    text = row[name].strip()
+    if not (text.isascii() and text.isdecimal() and 1 <= float(text) <= MOST_RANKS):
+        raise ValueError(f"{name} must be an integer from 1 to {MOST_RANKS}, got {text[:40]!r}")
+    return int(text)
+
+
+def _value_of(name: str, text: str, values: Sequence[Any]) -> Any:
     """Return the one of ``values`` that is written as ``text``, or ``text`` itself."""
+    if name == "mode" and text.strip() not in ("strong", "weak"):
+        raise ValueError(f"mode must be strong or weak, got {text.strip()!r}")
     return next((each for each in values if str(each) == text.strip()), text.strip())
 
 
 def _record_of(
     row: Mapping[str, str], point: Point, config: StudyConfig, repeat: int, order: int
 ) -> PointRecord:
-    seconds = float(row["seconds"])
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"got {seconds} s")
-    ranks = int(row["ranks"])
+    try:
+        seconds = float(row["seconds"])
+    except ValueError:
+        seconds = math.nan
+    if not SHORTEST_S <= seconds <= LONGEST_S:
+        raise ValueError(
+            f"seconds must be a time of a step from {SHORTEST_S:g} to {LONGEST_S:g}, got "
+            f"{row['seconds']!r}"
+        )
     if row.get("samples"):
-        samples = round(float(row["samples"]))
+        samples = _number(row, "samples")
     elif "batch" in point:
         is_weak = config.mode_of(point) == "weak"
-        samples = int(point["batch"]) * (ranks if is_weak else 1)
+        samples = int(point["batch"]) * (_number(row, "ranks") if is_weak else 1)
     else:
         raise ValueError("the study gives no batch, so column samples is required")
     table, attempt = config.study, PointRepeat(point=point, repeat=repeat, order=order)

@@ -63,7 +63,8 @@ def measure(
             f"longer, lower study.warm_up, or number the steps identically on all ranks"
         )
     largest = max(step_s.max(), samples.max())
-    if not (step_s.min() > 0 <= samples.min() and largest < math.inf):
+    has_samples = samples.min() >= 0 and samples.sum(axis=1).min() > 0
+    if not (step_s.min() > 0 and has_samples and largest < math.inf):
         raise DataError(
             f"a step must have a duration above 0 and samples, got {step_s.min():g} to "
             f"{step_s.max():g} s, and {samples.sum():g} samples; correct the arguments of "

@@ -17,6 +17,8 @@ SRUN = (
 """Launcher that replaces ``LAUNCH`` in Slurm jobs."""
 
 
+MOST_RANKS = 2**31 - 1  # MPI numbers ranks by a C int
+
 Point = Mapping[str, Any]
 """Value of each factor of the study, by name."""
 

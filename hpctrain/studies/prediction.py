@@ -14,12 +14,14 @@ from hpctrain.cost.extrapolation import (
 )
 from hpctrain.report.figure import CONFIDENCE, Estimate
 from hpctrain.report.page import NOTHING, Cell, value_cell
+from hpctrain.studies.points import MOST_RANKS
 from hpctrain.studies.study_file import REQUIRED
 from hpctrain.studies.study_results import PointSummary, StudyResults
 
 FARTHEST = 4
 """Largest ratio of predicted ranks to the most measured ranks for which a decision is stated."""
 
+_ROUNDING = 1 + 1e-9  # exact predictions differ from measured times by rounding
 _WIDE = "the interval is too wide to decide"
 
 
@@ -56,7 +58,7 @@ class Forecast:
         found = self.measured.step_s
         assert found is not None
         low, high = (found.value if end is None else end for end in (found.low, found.high))
-        return low <= self.step_s.high and self.step_s.low <= high
+        return low <= self.step_s.high * _ROUNDING and self.step_s.low <= high * _ROUNDING
 
     def decision(self, required: float) -> str:
         """Return whether the size keeps the required efficiency, or why this is undecided."""
@@ -120,6 +122,8 @@ class Prediction:
                     f"--ranks must be above {largest}, the largest measured size with a core for "
                     f"each rank, got {too_small[0]}; see the table of validation for smaller sizes"
                 )
+            if too_large := [each for each in ranks if each > MOST_RANKS]:
+                raise DataError(f"--ranks must be at most {MOST_RANKS}, got {too_large[0]}")
             for size in ranks or (2 * largest, FARTHEST * largest):
                 target = _grown(results, distinct, size)
                 found.forecasts.append(_forecast(results, title, distinct, target))
