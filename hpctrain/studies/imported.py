@@ -52,8 +52,8 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"imported results must be a CSV file in UTF-8, but reading {path} failed: {error}; write "
-            f"lines with {', '.join(_NEEDED)}"
+            f"imported results must be a CSV file in UTF-8, but reading {path} failed: {error}; "
+            f"write lines with {', '.join(_NEEDED)}"
         ) from None
 
 
@@ -75,8 +75,6 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
     repeats = Counter[str]()
     for row in rows:
         try:
-            if None in row or None in row.values():
-                raise ValueError(f"a line must have {len(heads)} fields, {', '.join(heads)}")
             point = _point_of(row, config, tool)
             record = _record_of(row, point, config, repeats[repr(point)], len(found))
         except ValueError as error:
@@ -88,8 +86,11 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
     return found
 
 
-def _point_of(row: Mapping[str, str], config: StudyConfig, tool: str) -> Point:
+def _point_of(row: Mapping[Any, Any], config: StudyConfig, tool: str) -> Point:
     """Return the point of a row, with the factors that the study uses."""
+    if None in row or None in row.values():  # the key of other fields, and their absence
+        names = [name for name in row if name is not None]
+        raise ValueError(f"a line must have {len(names)} fields, {', '.join(names)}")
     ranks, nodes = _number(row, "ranks"), _number(row, "nodes")
     if nodes > ranks:
         raise ValueError(f"nodes must be at most ranks, got {ranks} ranks on {nodes} nodes")

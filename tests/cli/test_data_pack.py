@@ -74,7 +74,11 @@ def test_classes_are_counted(run, tmp_path):
     ("words", "text", "kind"),
     [
         (["--field", "x"], "--field must be NAME=SOURCE", ConfigError),
-        (["--field", "x=x", "--field", "x=y"], "given once", ConfigError),
+        (
+            ["--field", "x=x", "--field", "x=y"],
+            "a different word as NAME of each field",
+            ConfigError,
+        ),
         (["--resize", "2by2"], "got '2by2'; for example, use 224x224", ConfigError),
         (["--samples-per-shard", "2", "--shard-size", "1MB"], "omit one", ConfigError),
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),

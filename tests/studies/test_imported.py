@@ -93,12 +93,21 @@ def test_factors_of_several_values_are_columns(tmp_path):
     [
         (["1,1"], "nodes,ranks", "must name nodes, ranks, seconds, and may name samples, batch"),
         (["1,1,1,1"], "nodes,ranks,seconds,gpu", "got nodes, ranks, seconds, gpu"),
+        (["1,1,1,2"], "nodes,ranks,seconds,seconds", "each once"),
+        (["1;1;1"], "nodes;ranks;seconds", "separated by commas"),
         ([], "nodes,ranks,seconds", "must have a row for each repeat"),
-        (["1,1,0.1", "2,1,0.1"], "nodes,ranks,seconds", "line 3.* got 1 ranks on 2 nodes"),
-        (["1,1,0"], "nodes,ranks,seconds", "line 2.* got 0.0 s"),
-        (["1,1,nan"], "nodes,ranks,seconds", "got nan s"),
-        (["1,1"], "nodes,ranks,seconds", "line 2.* above 0"),
-        (["1,x,1"], "nodes,ranks,seconds", "invalid literal"),
+        (["1,1,0.1", "2,1,0.1"], "nodes,ranks,seconds", "line 3: .* got 1 ranks on 2 nodes"),
+        (["1,1,0"], "nodes,ranks,seconds", "line 2: seconds must be .* got '0'"),
+        (["1,1,nan"], "nodes,ranks,seconds", "got 'nan'"),
+        (["1,1,5e-324"], "nodes,ranks,seconds", "got '5e-324'"),
+        (["1,1"], "nodes,ranks,seconds", "line 2: a line must have 3 fields, nodes, ranks, sec"),
+        (["1,1,1,9"], "nodes,ranks,seconds", "line 2: a line must have 3 fields"),
+        (["1,x,1"], "nodes,ranks,seconds", "line 2: ranks must be an integer from 1 to 214748"),
+        (["1,1_0,1"], "nodes,ranks,seconds", "got '1_0'"),
+        ([f"1,{'9' * 5000},1"], "nodes,ranks,seconds", "ranks must be an integer"),
+        (["1,99999999999999999999999,1"], "nodes,ranks,seconds", "ranks must be an integer"),
+        (["1,1,1,0"], "nodes,ranks,seconds,samples", "samples must be an integer from 1"),
+        (["1,1,1,-5"], "nodes,ranks,seconds,samples", "got '-5'"),
     ],
 )
 def test_invalid_files_are_rejected_and_not_copied(study, tmp_path, rows, head, message):
@@ -117,5 +126,5 @@ def test_samples_are_required_if_the_study_has_no_batch(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "digits"])
 def test_names_of_tools_are_names_of_files_other_than_the_study(study, tmp_path, name):
-    with pytest.raises(ConfigError, match=r"--name must be"):
+    with pytest.raises(ConfigError, match="--name must contain only"):
         imported(study, csv(tmp_path), name)

@@ -88,6 +88,6 @@ def test_too_few_sizes_are_named_and_measured_sizes_are_not_predicted():
 
 def test_the_report_has_both_tables():
     page = study_page(study(overhead=0.01), [])
-    for text in ('<table id="predicted">', '<table id="validation">', "validations the predicted"):
+    for text in ('<table id="predicted">', '<table id="validation">', "validations the intervals"):
         assert text in page
     assert "Prediction" not in study_page(study(sizes=(1, 2)), [])
