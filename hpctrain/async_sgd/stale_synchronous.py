@@ -82,8 +82,8 @@ class StaleSynchronous(AsyncMethod):
             )
         except NodeMemoryError as error:  # on all ranks
             raise NodeMemoryError(
-                f"{error}; or use a smaller staleness than {staleness}, with which each rank "
-                f"stores {staleness + 1} gradients in node memory"
+                f"{error}; with staleness={staleness} each rank stores {staleness + 1} gradients "
+                f"in node memory, so a smaller staleness needs less"
             ) from error
 
     @property

@@ -91,7 +91,7 @@ def init(
 
 
 def _profile(partition: str | None, environ: Mapping[str, str] = os.environ) -> sites.SiteProfile:
-    """Return a profile with the facts that were found."""
+    """Return a site profile with the facts that Slurm and this machine report."""
     cluster, usual = _of_slurm(environ)
     shape = scheduler.node_shape(partition, environ)
     adapters = resources.live_adapters((SYS / "class/infiniband", SYS / "class/cxi"))

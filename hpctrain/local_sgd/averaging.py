@@ -235,7 +235,7 @@ class Averaging:
         """Convert a received bucket to the mean of the tensors; no-op without an anchor."""
 
     def _advance(self) -> None:
-        """Update the anchor by the means; no-op without an anchor."""
+        """Update the anchor with the received means of the replicas; no-op without an anchor."""
 
     def _read_result(self, number: int) -> None:
         """Copy the anchor to a bucket, as new values of the tensors; no-op without an anchor."""
@@ -390,7 +390,7 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _advance(self) -> None:
-        """Update this rank's slices of the anchor by the means.
+        """Update this rank's slices of the anchor with the received means.
 
         With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
         as in torch.optim.SGD(nesterov=True).

@@ -108,8 +108,9 @@ class Rounds:
             outdated: whether the tensors of this rank do not match its buckets.
 
         Raises:
-            MismatchError: ranks have taken different numbers of steps, or count samples in
-                different steps; on every rank.
+            MismatchError: ranks have taken different numbers of steps, have not called
+                ``set_num_samples`` in the same steps, or have passed different ``nominal``
+                values. Raised on every rank.
         """
         weight, total, self.raised_flags = self._report(
             samples,

@@ -190,11 +190,11 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
         )
     make, usual = SCHEDULES[schedule]
     per_rank = usual if given is None else given
-    if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
+    more = " or more" if schedule in ("interleaved", "zero_bubble") else ""
+    if per_rank != usual and (per_rank < 2 or not more):
         raise ConfigError(
-            f"the schedule {schedule} must have {usual} stages per rank, got "
-            f"stages_per_rank={per_rank}; omit stages_per_rank, or use at least 2 with "
-            f"interleaved or zero_bubble"
+            f"stages_per_rank must be {usual}{more} with the schedule {schedule}, got {per_rank}; "
+            f"omit stages_per_rank, or use another schedule"
         )
     return make, per_rank
 

@@ -323,8 +323,8 @@ class ProcessSets:
         known = self.find(ranks)
         if new and known is not None:
             raise ConfigError(
-                f"process sets must have different ranks, but {shown} already are set "
-                f"{known.number}; use that set{', or remove it first' if known.number else ''}"
+                f"two process sets must not have exactly the same ranks, but set {known.number} "
+                f"has {shown}; use that set{', or remove it first' if known.number else ''}"
             )
         if known is None and len(ranks) > 1 and not calls_from_threads():
             raise ConfigError(

@@ -15,7 +15,10 @@ MIN_S = 0.5  # shortest time that gives a rate, because processor time is counte
 
 @dataclass(frozen=True)
 class RankSamples:
-    """Counter samples of a rank, from the last one before its counted steps to the first after."""
+    """Samples of a rank's counters during the measured steps.
+
+    The last sample before these steps and the first sample after these steps are included.
+    """
 
     host: str
     samples: Sequence[Mapping[str, Any]]

@@ -65,7 +65,7 @@ class StudyTable(CheckedFields):
     efficiency."""
 
     def describe_machine(self, counted: int | None = None) -> str:
-        """Return the cores and hosts as text; ``counted`` cores if ``cores`` is 0."""
+        """Return the hosts and their cores as text; if ``cores`` is 0, ``counted`` cores."""
         cores, each = self.cores or counted, "each of " * (self.hosts > 1)
         count = plural(cores, "core") if cores else "? cores"
         return f"{count} on {each}{plural(self.hosts, 'host')}"

@@ -241,7 +241,7 @@ def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer, with one parameter group per set of equal arguments.
+    """Build the optimizer; parameters with equal optimizer arguments are in one group.
 
     Raises:
         ConfigError: the optimizer or its arguments are invalid.

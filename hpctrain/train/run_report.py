@@ -169,7 +169,7 @@ def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
 def _folded(
     name: str, labels: Sequence[str], values: Mapping[str, list[Any]], first: Sequence[str]
 ) -> str:
-    """Return a table of the keys ``first``, and a collapsed table of all keys."""
+    """Return HTML: a table of the keys in ``first``, then a collapsed table of all keys."""
     rows = {key: [shown(key), *map(_text, each)] for key, each in values.items()}
     heads = ("key", *labels)
     most = table(name, heads, [rows[key] for key in first]) if first else "<p>No difference.</p>"

@@ -172,8 +172,9 @@ class Task:
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
-                f"{whose} must return one number for a batch, such as the mean over its samples, "
-                f"got {described(loss)} of {described(output)} and {described(labels)}"
+                f"{whose} must return one number for a batch, such as the mean over the samples, "
+                f"but returned {described(loss)} for the output {described(output)} and the "
+                f"labels {described(labels)}"
             )
         if tries_backward and not loss.requires_grad:
             raise DataError(

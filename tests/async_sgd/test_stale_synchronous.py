@@ -364,7 +364,7 @@ def test_invalid_arguments_are_rejected_at_construction(hvd, world):
             hvd.StaleSynchronous(model, plain, **arguments)
     with pytest.raises(MismatchError, match="rank 0: staleness=1; rank 1: staleness=2"):
         hvd.StaleSynchronous(model, plain, 1 + world.rank)
-    with pytest.raises(NodeMemoryError, match="use a smaller staleness"):
+    with pytest.raises(NodeMemoryError, match="so a smaller staleness needs less"):
         hvd.StaleSynchronous(model, plain, 10**12)
     for make in (hvd.StaleSynchronous, hvd.Downpour, hvd.Hogwild):
         with pytest.raises(ConfigError, match=r"a torch.nn.Module, got generator"):

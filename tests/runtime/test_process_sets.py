@@ -73,7 +73,7 @@ def test_sets_can_be_created_from_communicators(world):
     assert mine.mpi_comm is part
     assert hpctrain.global_process_set.mpi_comm is world
     twin = hpctrain.ProcessSet(part)
-    with pytest.raises(ConfigError, match="already are set 1"):
+    with pytest.raises(ConfigError, match="but set 1 has"):
         hpctrain.add_process_set(twin)
     hpctrain.shutdown()
     hpctrain.init([world, part])
@@ -87,7 +87,7 @@ def test_ids_of_removed_sets_are_reused(hvd):
     even, odd = halves(hvd.size())
     sets = [hvd.add_process_set(ranks) for ranks in (even, odd)]
     assert [one.process_set_id for one in sets] == [1, 2]
-    with pytest.raises(ConfigError, match=r"but \[0.*already are set 1; use"):
+    with pytest.raises(ConfigError, match=r"but set 1 has \[0.*; use"):
         hvd.add_process_set(even)
     assert hvd.remove_process_set(sets[0])
     assert not hvd.remove_process_set(sets[0])

@@ -137,7 +137,7 @@ MISTAKES = {
     "no scalar": (
         "loss.target=mine:each_loss",
         "must return one number",
-        "got float32 (16,) of float32",
+        "but returned float32 (16,) for the output float32",
     ),
     "double": (
         "data.args.fault=double",

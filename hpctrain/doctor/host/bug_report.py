@@ -85,7 +85,7 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _is_rejected(name: str, value: str) -> bool:
-    """Return True for a wrong value of a setting, which the message of the check repeats."""
+    """Return True if ``value`` is invalid for the setting ``name``; messages then contain it."""
     try:
         config.read({name: value})
     except ConfigError:
