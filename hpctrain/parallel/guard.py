@@ -52,7 +52,7 @@ FORWARD, EVALUATION, STEP = 0, 1, 2
 _RULES = {
     "contents": "ranks must hold the same values of replicated parameters, but differ in {}; "
     "write to replicated parameters on all ranks, or load the model again",
-    "tied": "stages that share a weight must treat the weight identically, but differ in {}; "
+    "tied": "ranks whose stages share a weight must treat it identically, but differ in {}; "
     "change the weight, its gradient and requires_grad on all these stages",
     "pattern": "ranks of a pipeline must clear and clip gradients together, but differ in {}; "
     "call zero_grad() and clip on all ranks, and set learning rates to scale single layers",
