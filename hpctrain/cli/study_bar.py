@@ -3,14 +3,13 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, TextColumn
 
 from hpctrain.core.units import format_seconds
+from hpctrain.launch.program import handling
 from hpctrain.train.console import Bar, make_console
 
 if TYPE_CHECKING:
@@ -28,33 +27,8 @@ def measure(found: "Study", attempts: "list[PointRepeat]") -> bool:
     SIGINT, SIGTERM and SIGHUP end the ranks of the present point, which is not recorded, and then
     this process, with exit code 128 plus the number of the signal.
     """
-    with StudyBar(found, attempts) as bar, _ending_on_signals(bar):
+    with StudyBar(found, attempts) as bar, handling(SIGNALS, bar.end):
         return found.measure(attempts, begun=bar.begun, ended=bar.ended)
-
-
-@contextmanager
-def _ending_on_signals(bar: "StudyBar") -> Iterator[None]:
-    """Raise ``SystemExit`` at the first signal inside the block."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    # nohup and `&` of a shell ignore some signals, which stay ignored.
-    taken = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        for each in taken:  # a second signal would interrupt the end of the ranks
-            signal.signal(each, signal.SIG_IGN)
-        # On an overloaded machine, the end of the ranks takes long. The signal may have
-        # interrupted a write to sys.stderr, which therefore cannot be used.
-        line = f"hpctrain: {signal.Signals(number).name} ends the study {bar.state}\n"
-        os.write(2, f"{chr(10) * os.isatty(2)}{line}".encode())
-        sys.exit(128 + number)
-
-    for number in taken:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, before[number])
 
 
 class StudyBar(Bar):
@@ -69,6 +43,17 @@ class StudyBar(Bar):
         self._left = {attempt.order: attempt for attempt in attempts}
         self._present = "before its first point"
         self._task = self._bar.add_task("", total=len(attempts))
+
+    def end(self, number: int, _frame: FrameType | None) -> None:
+        """Raise ``SystemExit`` at a signal; ignore further ones."""
+        for each in SIGNALS:
+            if signal.getsignal(each) == self.end:  # a second signal would interrupt the end
+                signal.signal(each, signal.SIG_IGN)
+        # On an overloaded machine, the end of the ranks takes long. The signal may have
+        # interrupted a write to sys.stderr, which therefore cannot be used.
+        line = f"hpctrain: {signal.Signals(number).name} ends the study {self.state}\n"
+        os.write(2, f"{chr(10) * os.isatty(2)}{line}".encode())
+        sys.exit(128 + number)
 
     @property
     def state(self) -> str:

@@ -1,11 +1,15 @@
-"""Resolution of user commands, and start of programs."""
+"""Resolution of user commands, start of programs, and signals meanwhile."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hpctrain.cluster.libraries import missing_home
@@ -83,3 +87,23 @@ def start(line: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]
     """Start a program in its own session, with options of ``subprocess.Popen``."""
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
     return subprocess.Popen(line, **options)  # noqa: S603 - a program of the user
+
+
+@contextmanager
+def handling(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Call ``handler`` at signals inside the block; a no-op outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    # nohup and `&` of a shell ignore some signals, which stay ignored.
+    taken = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    for number in taken:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])

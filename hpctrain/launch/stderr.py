@@ -107,8 +107,9 @@ def fold(process: subprocess.Popen[bytes], counts: Counter[str]) -> None:
             # A rank that detects the end of another rank does not know the reason.
             has_reason |= is_error and b"; all ranks end" not in text
         _write(sink, text)
-    counts[GONE] += not has_reason and _SILENT.search(held) is not None
-    has_spoken = time.monotonic() - spoke_at < _RECENT_S and not _SILENT.search(held)
+    is_silent = _SILENT.search(held) is not None
+    counts[GONE] += is_silent and not has_reason
+    has_spoken = time.monotonic() - spoke_at < _RECENT_S and not is_silent
     is_known = has_error or has_spoken or process.wait() == STOPPED
     _write(sink, b"".join(box) + (b"" if is_known else held))
     if process.stderr is not None:

@@ -19,7 +19,7 @@ from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import rank_processes
-from hpctrain.launch.program import start
+from hpctrain.launch.program import handling, start
 from hpctrain.launch.stderr import GONE, KILLED, LOST, fold, write_line
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
@@ -97,7 +97,7 @@ def supervise(
         if timeout_s:
             ending.after(timeout_s, ending.on_timeout)
         try:
-            with ending.catching():
+            with handling(SIGNALS, ending.on_signal):
                 code = ending.wait()
         finally:
             ending.kill()
@@ -261,23 +261,6 @@ class _Ending:
                 )
                 self.counts[FAILED] += 1
                 self.kill()
-
-    @contextlib.contextmanager
-    def catching(self) -> Iterator[None]:
-        """Handle signals inside the block; a no-op outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        # nohup and `&` of a shell ignore some signals, which stay ignored.
-        taken = [n for n, old in before.items() if old not in (signal.SIG_IGN, None)]
-        for number in taken:
-            signal.signal(number, self.on_signal)
-        try:
-            yield
-        finally:
-            for number in taken:
-                signal.signal(number, before[number])
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Stop the ranks after the first signal, and kill the ranks after the second."""

@@ -123,6 +123,7 @@ def _value_of(name: str, text: str, values: Sequence[Any]) -> Any:
 def _record_of(
     row: Mapping[str, str], point: Point, config: StudyConfig, repeat: int, order: int
 ) -> PointRecord:
+    table, attempt = config.study, PointRepeat(point=point, repeat=repeat, order=order)
     try:
         seconds = float(row["seconds"])
     except ValueError:
@@ -136,10 +137,9 @@ def _record_of(
         samples = _number(row, "samples")
     elif "batch" in point:
         is_weak = config.mode_of(point) == "weak"
-        samples = int(point["batch"]) * (_number(row, "ranks") if is_weak else 1)
+        samples = int(point["batch"]) * (attempt.layout.ranks if is_weak else 1)
     else:
         raise ValueError("the study gives no batch, so column samples is required")
-    table, attempt = config.study, PointRepeat(point=point, repeat=repeat, order=order)
     return PointRecord(
         **asdict(attempt),
         status="done",

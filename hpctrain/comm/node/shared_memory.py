@@ -291,8 +291,9 @@ class SharedMemory:
 
     def require_usable(self) -> None:
         """Raise ``CommError`` after ``close``, or after a failure on a rank. Not collective."""
-        remedy = "after shutdown() call init() and create the buckets and optimizers again"
-        require_open(not self._is_closed, "a communicator", CommError, remedy)
+        if self._is_closed:  # tested here, since each operation calls this method
+            remedy = "after shutdown() call init() and create the buckets and optimizers again"
+            require_open(not self._is_closed, "a communicator", CommError, remedy)
         self._watch.require_in_step()
 
     def _count_nonfinite(self, total: Tensor) -> None:
