@@ -39,7 +39,7 @@ def test_stages_per_rank_sets_the_number_of_stages():
     mesh, options = build_mesh(pp=2), {"loss": loss_of, "num_microbatches": 4}
     for number, schedule in ((3, "1f1b"), (1, "interleaved"), (4, "zbv")):
         more = {"schedule": schedule, "stages_per_rank": number}
-        with pytest.raises(ConfigError, match=f"the schedule {schedule} must .*={number};"):
+        with pytest.raises(ConfigError, match=f"schedule {schedule}, got {number};"):
             Pipeline(transformer(), mesh["pp"], lm.LAYERS, **options, **more)
     more = {"schedule": "interleaved", "stages_per_rank": 4}
     pipeline = Pipeline(transformer(depth=DEPTH), mesh["pp"], lm.LAYERS, **options, **more)
