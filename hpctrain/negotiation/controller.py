@@ -3,9 +3,8 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import torch
-
 from hpctrain.comm.owner import Owner
+from hpctrain.comm.tensor_arguments import is_plain
 from hpctrain.core.errors import CommError, HorovodInternalError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.core.units import MIB
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
-
-
-_PLAIN = torch.Tensor, torch.nn.Parameter  # classes whose values are stored at ``data_ptr``
 
 
 class Controller:
@@ -135,9 +131,7 @@ class Controller:
             or self._refusal is not None
             or not self._owner.is_here
             or not repeated.fits(tensor, op, prescale, postscale)
-            or tensor.__class__ not in _PLAIN
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
+            or not is_plain(tensor)
             or tensor.is_inference()  # torch refuses to change it outside of inference mode
         ):
             return False
@@ -225,9 +219,9 @@ class Controller:
         self._progress.post.close()
 
     def _fail_after(self, error: BaseException) -> None:
-        """Fail the communicator after an interrupt, since the caller may now change tensors."""
+        """Fail all operations after an interrupt, since the caller may now change tensors."""
         if not isinstance(error, CommError):
-            self.comm.fail()
+            self._driver.fail(error)
 
     def _enter(self, handle: Handle, *, is_awaited: bool = False) -> None:
         self._owner.check()

@@ -121,10 +121,16 @@ class EngineDriver:
             self._start(handle)
             if not handle.is_done:
                 self._await(handle, self._timeout_s if timeout_s is None else timeout_s)
-        except BaseException:
-            if not handle.is_done:  # the caller may change its tensors
-                self._comm.fail()
+        except BaseException as error:
+            if not handle.is_done:
+                self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all operations of this rank after ``error``: its caller may now change tensors."""
+        self._progress.refuse(error)
+        if self._drive_once(self._drive, lambda: True) is None and self._is_sleeping:
+            self._post.ring()  # the call that drives fails the operations
 
     def _await(self, handle: Handle, limit_s: float) -> None:
         since = time.monotonic()
@@ -216,10 +222,10 @@ class EngineDriver:
         Returns True.
         """
         progress, post = self._progress, self._post
-        if progress.broken is not None:
-            progress.fail_all(progress.broken)
-            return True
         while True:
+            if progress.broken is not None:
+                progress.fail_all(progress.broken)
+                return True
             if progress.advance() and len(self._callers) > 1:
                 self._wake_callers()
             if time.monotonic() >= self._next_check:
@@ -229,7 +235,7 @@ class EngineDriver:
             if is_over():
                 return True
             self._is_sleeping = True  # from here on ``submit`` rings the doorbell
-            if not (progress.queue.submitted or progress.questions):
+            if not (progress.queue.submitted or progress.questions or progress.broken):
                 post.sleep(TICK_S)
             self._is_sleeping = False
 

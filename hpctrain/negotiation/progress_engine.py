@@ -179,8 +179,8 @@ class ProgressEngine:
         if question is not None:
             self.questions.append(question)
 
-    def break_down(self, error: BaseException) -> None:
-        """Fail all pending and later operations with ``error``. Called by the driving thread."""
+    def refuse(self, error: BaseException) -> None:
+        """Fail the communicator and all later operations with ``error``. Any thread may call."""
         if not isinstance(error, CommError):
             error = HorovodInternalError(
                 f"named operations must not be interrupted, but {error!r} was raised in an "
@@ -188,12 +188,17 @@ class ProgressEngine:
                 f"hpctrain.shutdown() and hpctrain.init() on every rank"
             )
         self.comm.fail()
-        self.broken = error
+        self.broken = self.broken or error
+
+    def break_down(self, error: BaseException) -> None:
+        """Fail all pending and later operations with ``error``. Called by the driving thread."""
+        self.refuse(error)
+        assert self.broken is not None
         executing, self._executing = self._executing, []
         for handle in executing:
             if not handle.is_done:
-                handle.fail(error)
-        self.fail_all(error)
+                handle.fail(self.broken)
+        self.fail_all(self.broken)
 
     def shut_down(self) -> None:
         """Fail all pending and later operations."""
