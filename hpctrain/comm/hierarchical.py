@@ -19,17 +19,21 @@ from hpctrain.comm.bucket import Bucket, chunks_of, slice_bounds
 from hpctrain.comm.call_check import bucket_call, call_of, in_step, tensor_call
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
-from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.node.kernel import DIRECT, SLICES
+from hpctrain.comm.node.shared_memory import MAX_VIEWS, SharedMemory, TensorSum
 from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scaled_when
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import InFlight, Rail
-from hpctrain.comm.tensor_arguments import check_scale, copy_back, flat_of, name_of
+from hpctrain.comm.tensor_arguments import check_scale, copy_back, flat_of, is_plain, name_of
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+KINDS = {"direct": DIRECT, "slices": SLICES}
+"""Kind of the kernel's sum, by algorithm of the plan."""
 
 
 class HierarchicalCommunicator(MpiCommunicator):
@@ -62,6 +66,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._rail = rail
         self.node: SharedMemory = node
         self.plan = plan  # replaced by ``use``
+        self._sums: dict[tuple[object, ...], TensorSum] = {}
+        """Sums of tensors, prepared for the plan, by dtype, number of elements, op and scale."""
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
         if self._one_node:
@@ -88,6 +94,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         All ranks must call this method between the same two operations.
         """
         self.plan = plan
+        self._sums.clear()
         if self._rail is not None:
             self._rail.use(plan)
 
@@ -118,8 +125,21 @@ class HierarchicalCommunicator(MpiCommunicator):
             else:
                 self._allreduce_bucket(tensor, combination(tensor.flat.dtype, op), scale)
             return FINISHED
+        key = tensor.dtype, tensor.numel(), op, scale
+        if (what := self._sums.get(key)) is not None and is_plain(tensor):
+            self.node.sum_values(what, tensor)
+            return FINISHED
         algorithm = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
-        return self.allreduce_by(algorithm, tensor, op=op, scale=scale)
+        work = self.allreduce_by(algorithm, tensor, op=op, scale=scale)
+        if algorithm in KINDS:
+            how, num_bytes = combination(tensor.dtype, op), tensor.numel() * tensor.itemsize
+            numel = num_bytes // how.storage_dtype.itemsize
+            what = self.node.slots.sum_of(KINDS[algorithm], how, numel, scale)
+            if what.total is not None:
+                if len(self._sums) >= MAX_VIEWS:
+                    self._sums.clear()
+                self._sums[key] = what
+        return work
 
     def allreduce_by(
         self, algorithm: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpctrain.core.errors import CommError
 from hpctrain.core.libc import memory_at
+from hpctrain.core.torch_compat import increment_version
 from hpctrain.core.units import listed
 
 
@@ -17,6 +18,21 @@ def check_tensor(tensor: Tensor) -> None:
         raise CommError(f"tensors must be on the CPU, got one on {tensor.device}; move it first")
     if tensor.layout is not torch.strided:
         raise CommError(f"tensors must be dense, got {tensor.layout}; call to_dense() first")
+
+
+_PLAIN = torch.Tensor, torch.nn.Parameter  # classes whose values are stored at ``data_ptr``
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the elements are in host memory, in row-major order, without gaps."""
+    return (
+        tensor.__class__ in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def check_scale(tensor: Tensor, scale: float | None) -> None:
@@ -121,6 +137,11 @@ def on_host(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def copy_back(values: Tensor, tensor: Tensor) -> None:
-    """Copy ``values``, the result of ``flat_of``, to ``tensor`` unless they share memory."""
-    if values is not tensor and values.data_ptr() != tensor.data_ptr():
+    """Copy ``values``, the changed result of ``flat_of``, to ``tensor``.
+
+    If they share memory, only record for autograd that ``tensor`` was changed.
+    """
+    if values is tensor or values.data_ptr() == tensor.data_ptr():
+        increment_version((tensor,))
+    else:
         tensor.detach().copy_(values.view(tensor.shape))

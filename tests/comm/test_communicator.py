@@ -23,7 +23,54 @@ def bits_of(tensor):
     return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+class Labelled(torch.Tensor):
+    """A tensor of another class."""
+
+
+def negative_of(values):
+    """Return ``values`` as a lazy negative: the imaginary part of a lazy conjugate."""
+    return torch.complex(values, -values).conj().imag
+
+
+LAYOUTS = {
+    "plain": torch.clone,
+    "transposed": lambda values: values.t().contiguous().t(),
+    "with gaps": lambda values: torch.stack([values, values], -1)[..., 0],
+    "parameter": lambda values: torch.nn.Parameter(values.clone(), values.is_floating_point()),
+    "subclass": lambda values: values.clone().as_subclass(Labelled),
+    "conjugate": lambda values: values.conj().resolve_conj().clone().conj(),
+    "negative": lambda values: (
+        negative_of(values) if values.is_floating_point() else values.clone()
+    ),
+}
+
+
 # Results
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_repeated_sum_is_correct_for_any_layout(world, comm, dtype, scale):
+    if scale is not None and not (dtype.is_floating_point or dtype.is_complex):
+        scale = None
+    options = {"op": Op.BOR if dtype is torch.bool else Op.SUM, "scale": scale}
+    for shape in ((2, 3), (400, 700)):
+        numel = torch.Size(shape).numel()
+        one = (values_of(0, numel, torch.complex64) * (3 + 4j)).view(shape)
+        one = one.real.gt(0) if dtype is torch.bool else torch.view_as_real(one)[..., 0].to(dtype)
+        one = torch.complex(one.real, one.real + 1) if dtype.is_complex else one
+        total = one.clone()
+        for _ in range(1, world.size):
+            total = total | one if dtype is torch.bool else total + one
+        total = total if scale is None else total * scale
+        for _ in range(2):  # the first sum is not repeated
+            for name, layout in LAYOUTS.items():
+                tensor = layout(one)
+                version = tensor._version
+                comm.allreduce_(tensor, **options).wait()
+                assert torch.equal(tensor.detach().as_subclass(torch.Tensor), total), (name, shape)
+                assert world.size == 1 or tensor._version > version, name
 
 
 @pytest.mark.ranks(2, 3, 4)

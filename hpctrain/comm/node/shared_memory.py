@@ -9,7 +9,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -182,12 +182,15 @@ class SharedMemory:
         bucket.sums[op, scale] = call, total
         return call, total
 
-    def sum_values(self, total: Sum, values: Tensor, call: Call) -> None:
-        """Replace ``values`` by their sum with the compiled kernel, after ``begin(call)``."""
-        if code := total(self.turn, 0, values.data_ptr()):
-            self._finish(code, call)
+    def sum_values(self, what: "TensorSum", values: Tensor) -> None:
+        """Replace ``values`` by their sum with the compiled kernel, which ``what`` must have."""
+        self.begin(what.call)
+        assert what.total is not None
+        if code := what.total(self.turn, 0, values.data_ptr()):
+            self._finish(code, what.call)
         increment_version((values,))
-        self.turn = (self.turn + self.slots.num_chunks(values)) % 2
+        self.turn = (self.turn + what.num_chunks) % 2
+        self.num_bytes += what.num_bytes
 
     def _finish(self, code: int, call: Call) -> None:
         """Wait until a call of the kernel that is not ``DONE`` is complete; raise its error."""
@@ -361,6 +364,15 @@ def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> 
             stored.copy_(total)
 
 
+class TensorSum(NamedTuple):
+    """A sum of tensors of one dtype and size that are not buckets."""
+
+    call: Call
+    total: Sum | None  # the sum by the kernel; None if the kernel is off or lacks the sum
+    num_chunks: int  # number of slots that the values fill, at least one
+    num_bytes: int  # read and written in node memory
+
+
 Slots = tuple[Tensor, ...]
 
 
@@ -386,29 +398,25 @@ class SharedSlots:
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
         self._views = lru_cache(MAX_VIEWS)(self._make_views)
         self._bucket_of = lru_cache(MAX_VIEWS)(self._make_bucket)
-        self._sum_of = lru_cache(MAX_VIEWS)(self._prepare)
+        self.sum_of = lru_cache(MAX_VIEWS)(self._prepare)
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return the number of elements of ``dtype`` that fit a slot."""
         return self._num_bytes // dtype.itemsize
 
-    def num_chunks(self, values: Tensor) -> int:
-        """Return the number of slots that ``values`` fill, at least one."""
-        return max(1, -(-values.nbytes // self._num_bytes))
-
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
         node = self._node
-        call, total = self._sum_of(DIRECT, combination, values.numel(), scale)
-        node.count((1 + node.local_size) * values.nbytes)
-        node.begin(call)
-        if total is not None:
-            node.sum_values(total, values, call)
+        what = self.sum_of(DIRECT, combination, values.numel(), scale)
+        if what.total is not None:
+            node.sum_values(what, values)
             return
+        node.begin(what.call)
+        node.count(what.num_bytes)
         for chunk in values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
             parts[node.local_rank].copy_(chunk)
-            node.await_others(call)
+            node.await_others(what.call)
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # reads ``chunk`` in place of the slot
             combine_to(chunk, parts, combination, scale)
@@ -416,24 +424,24 @@ class SharedSlots:
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums one slice, then reads all slices."""
         node = self._node
-        call, total = self._sum_of(SLICES, combination, values.numel(), scale)
-        node.begin(call)
-        if total is not None:
-            node.sum_values(total, values, call)
-            node.count(4 * values.nbytes)
+        what = self.sum_of(SLICES, combination, values.numel(), scale)
+        if what.total is not None:
+            node.sum_values(what, values)
             return
+        node.begin(what.call)
         for chunk in values.split(self.numel(values.dtype)):
-            bucket = self._enter(chunk, call)
+            bucket = self._enter(chunk, what.call)
             node.sum_slice(bucket, combination, scale)
             node.barrier()
             self.leave(chunk, bucket, None)
 
-    def _prepare(
-        self, kind: int, how: Combination, numel: int, scale: float | None
-    ) -> tuple[Call, Sum | None]:
-        """Return the call of a reduction, and the sum by the kernel or None."""
+    def _prepare(self, kind: int, how: Combination, numel: int, scale: float | None) -> TensorSum:
         call = tensor_call(how.op, how.storage_dtype, numel, scale)
-        return call, self._node.waits.sum_of(kind, call, how, numel, scale)
+        total = self._node.waits.sum_of(kind, call, how, numel, scale)
+        num_bytes = numel * how.storage_dtype.itemsize
+        num_chunks = max(1, -(-num_bytes // self._num_bytes))
+        num_passes = 1 + self._node.local_size if kind == DIRECT else 4
+        return TensorSum(call, total, num_chunks, num_passes * num_bytes)
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy the 1-D ``values``, which must fit a slot, to this rank's slot; begin ``call``.
