@@ -20,6 +20,11 @@ three forms of the step without communication, and hpctrain is compared with the
 DistributedDataParallel of torch. The variants are interleaved, each with a separate model; the
 time of a step is that of the slowest rank. ``MiB per node`` is the memory that the ranks allocated
 for the variant; shared pages count once.
+
+``model ms`` is the time of ``gradients``, a step without communication and without an update, and
+of the memory traffic that the rest of the step needs at least, at the bandwidth that all ranks
+measure together by ``c = a + b`` in the same run. The model counts each value once per use: values
+that stay in the cache between two uses take less time.
 """
 
 import ctypes
@@ -44,6 +49,7 @@ from hpctrain.core.units import MIB
 from hpctrain.runtime.world import current
 
 LAYERS, WIDTH, BATCH = 24, 1024, 32
+NUM_TRIAD = 16 * MIB  # elements of float32
 NAMES = {"ours": "hpctrain", "ddp": "ddp gloo"}
 
 Step = Callable[[], None]
@@ -79,6 +85,20 @@ class Task(NamedTuple):
     batch: Callable[[torch.Generator], Tensor]
     optimizer: Make
     dtype: torch.dtype = torch.float32
+
+    def traffic(self, form: str, ranks: int) -> float:
+        """Return the bytes that a rank of a node of ``ranks`` reads and writes after backward."""
+        grad, state = self.dtype.itemsize, 4
+        num_states = 1 if self.optimizer is sgd else 2
+        update = 2 * num_states * state + (2 * grad if grad == state else 2 * state + grad)
+        copy, total = 2 * grad, grad * (1 + 1 / ranks)  # to the bucket; the sum of a part
+        per_element = {
+            "plain": grad + update + (2 * state if grad < state else 0),
+            "hpctrain": copy + total + grad + update,
+            "sharded": copy + grad + update / ranks,
+        }
+        num_elements = sum(p.numel() for p in self.make_model().parameters())
+        return num_elements * per_element[form]
 
     def make_model(self) -> nn.Module:
         """Return the model, with equal initial weights in every call."""
@@ -152,6 +172,14 @@ def rows_of(source: torch.Generator) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=source)
 
 
+def gradients(task: Task) -> Step:
+    """Return a forward and a backward pass, without an update."""
+    model = task.make_model()
+    nothing = torch.optim.SGD(model.parameters(), lr=0.0)
+    nothing.step = lambda: None
+    return task.make_step(model, nothing, nothing.zero_grad)
+
+
 def plain(task: Task) -> Step:
     """Return a step without communication, with new gradients in each step."""
     model = task.make_model()
@@ -213,21 +241,30 @@ def ddp(task: Task) -> Step:
     return task.make_step(model, optimizer, optimizer.zero_grad)
 
 
+def triad() -> Step:
+    """Return a sum of two vectors of 64 MiB into a third one, which are too large for caches."""
+    one, other, out = (torch.zeros(NUM_TRIAD) for _ in range(3))
+    return partial(torch.add, one, other, out=out)
+
+
 SILENT = (plain, views, copied)
 MLP = Task(mlp, rows_of, sgd)
 TOKENS = partial(torch.randint, 512, (2, 64))
 IMAGES = partial(torch.randn, 8, 3, 32, 32)
 TASKS = {
-    "": (MLP, (*SILENT, ours, sharded, ddp)),
-    "AdamW": (MLP._replace(optimizer=adamw), (*SILENT, ours, sharded)),
-    "bf16": (MLP._replace(optimizer=adamw, dtype=torch.bfloat16), (plain, copied, sharded)),
+    "": (MLP, (gradients, *SILENT, ours, sharded, ddp)),
+    "AdamW": (MLP._replace(optimizer=adamw), (gradients, *SILENT, ours, sharded)),
+    "bf16": (
+        MLP._replace(optimizer=adamw, dtype=torch.bfloat16),
+        (gradients, plain, copied, sharded),
+    ),
     "transformer": (
         Task(transformer, lambda g: TOKENS(generator=g), adamw),
-        (plain, copied, ours, sharded),
+        (gradients, plain, copied, ours, sharded),
     ),
     "ResNet": (
         Task(resnet, lambda g: IMAGES(generator=g), sgd),
-        (plain, copied, ours, sharded),
+        (gradients, plain, copied, ours, sharded),
     ),
 }
 """Constructor of each variant by its name."""
@@ -263,16 +300,23 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     silent: dict[str, float] = {}
     memory: dict[str, float] = {}
+    needed: dict[str, float] = {}
     for suffix, (task, forms) in TASKS.items():
         if options.only not in (None, suffix):
             continue
         name_of = {f: f"{NAMES.get(f.__name__, f.__name__)} {suffix}".strip() for f in forms}
         steps = {name: made(form, task) for form, name in name_of.items()}
         variants = {name: step for name, (step, _) in steps.items()}
+        variants["triad"] = triad()
         memory |= {name: mib for name, (_, mib) in steps.items()}
         found = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=1)
+        bandwidth = 3 * 4 * NUM_TRIAD / median(found.pop("triad"))
         fastest = min(median(found[name_of[form]]) for form in SILENT if form in name_of)
         silent |= dict.fromkeys(found, fastest)
+        compute = median(found[name_of[gradients]])
+        for form in {plain, ours, sharded} & {*forms}:
+            moved = task.traffic(NAMES.get(form.__name__, form.__name__), MPI.COMM_WORLD.size)
+            needed[name_of[form]] = compute + moved / bandwidth
         seconds |= found
         del variants, steps
     middle = {name: median(times) for name, times in seconds.items()}
@@ -283,6 +327,8 @@ def main() -> None:
             "fastest ms": min(times) * 1e3,
             "slowest ms": max(times) * 1e3,
             "/ no communication": middle[name] / silent[name],
+            "model ms": needed[name] * 1e3 if name in needed else "",
+            "/ model": middle[name] / needed[name] if name in needed else "",
             "MiB per node": memory[name],
         }
         for name, times in seconds.items()
@@ -291,7 +337,7 @@ def main() -> None:
         f"{name} / fastest without communication": middle[name] / silent[name]
         for name in seconds
         if name.startswith(("hpctrain", "sharded"))
-    }
+    } | {f"{name} / model": middle[name] / needed[name] for name in needed}
     spreads = {}
     if "ddp gloo" in seconds:
         stop_gloo()
