@@ -243,7 +243,7 @@ class WorkerClocks:
         return self.by_worker.get(worker, math.inf)
 
     def advance(self, worker: int, clock: int) -> None:
-        """Set the clock of a worker, which is at least its previous clock."""
+        """Set the clock of a worker to ``clock``, which must not be below the previous clock."""
         self.remove(worker)
         self.by_worker[worker] = clock
         self._num_at[clock] += 1

@@ -32,7 +32,7 @@ Sum = Callable[[int, int, Any], int]
 
 
 class ReductionStruct(ctypes.Structure):
-    """A prepared sum, in a single argument for C: each argument costs as much as a short sum."""
+    """Arguments of a prepared sum; passing them to C one by one would take longer than the sum."""
 
     _fields_ = (
         ("call", ctypes.c_int64),  # the number that ranks compare
