@@ -210,7 +210,7 @@ class ParameterServer(ABC):
         """Write the values for ``source`` at ``clock`` to ``out``; return the staleness."""
 
     def _begin(self, clock: int) -> None:
-        """Drop the gradients of steps before ``clock``; all ranks read values next."""
+        """Drop the gradients of steps before ``clock``. Called before all ranks read values."""
         del clock
 
     @abstractmethod

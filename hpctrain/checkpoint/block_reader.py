@@ -44,7 +44,7 @@ class StoredTensor:
 
 class _Block(NamedTuple):
     number: int  # index among the blocks of all parts
-    part: int  # index of the part in the list ``stored``
+    part: int  # index in the list ``stored``
     start: int  # first byte in the part
     num_bytes: int
 

@@ -135,7 +135,7 @@ def _short(value: object) -> str:
 
 
 def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
-    """Compare the bytes of a checkpoint, or of all those of a run, with their checksums.
+    """Compare the bytes of a checkpoint, or of all checkpoints of a run, with their checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
     removes meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.

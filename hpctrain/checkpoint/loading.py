@@ -246,7 +246,7 @@ def _check_wanted(
 def _empty(
     records: Mapping[str, Record], into: Mapping[str, Shard] | None = None
 ) -> dict[str, TensorPiece]:
-    """Allocate memory for tensors; for a tensor in ``into``, only for that part of it."""
+    """Allocate memory for tensors; for a tensor in ``into``, only for its shard there."""
     shards = {name: Shard.whole(record.shape) for name, record in records.items()}
     shards.update(into or {})
     return {
@@ -262,9 +262,9 @@ def _tensors(pieces: Mapping[str, TensorPiece]) -> dict[str, Tensor]:
 def _by_file(
     groups: Iterable[tuple[Mapping[str, Record], Mapping[str, TensorPiece]]], first: int = 0
 ) -> list[StoredTensor]:
-    """Return stored parts with the pieces to fill, ordered by file.
+    """Return stored parts and the pieces to fill, ordered by file.
 
-    The files of rank ``first`` and later ranks precede those of earlier ranks.
+    The files of rank ``first`` and later ranks precede the files of earlier ranks.
     """
     stored = (
         StoredTensor(name, record.dtype, part, pieces.get(name))

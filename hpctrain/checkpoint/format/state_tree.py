@@ -173,7 +173,7 @@ def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def lines(state: object) -> list[str]:
     """Return a line for every plain value and container, to compare states between ranks.
 
-    Lines of values come first, so that the first line that differs names a missing value.
+    Lines of values precede lines of containers, so that the first difference names a value.
     """
     values: list[str] = []
     containers: list[str] = []

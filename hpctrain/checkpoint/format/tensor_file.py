@@ -144,7 +144,7 @@ def _header(
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """Return dtype and shape as in the header of a file: the dtype has its safetensors name."""
+    """Return the safetensors name of a dtype, and the shape, as in the header of a file."""
     if dtype in _SAFETENSORS:
         return _SAFETENSORS[dtype], list(shape)
     return "U8", [*shape, DTYPES[dtype].itemsize]
