@@ -63,7 +63,7 @@ def ours() -> dict[str, Method]:
 
 
 def measure(method: Method, num_bytes: int, repetitions: int) -> list[float]:
-    """Return the seconds of calls of a method, of the slowest rank; stop if a sum is wrong."""
+    """Return the seconds of each call on the slowest rank; stop if a sum is wrong."""
     world = MPI.COMM_WORLD
     values, call = method(num_bytes // 4)
 

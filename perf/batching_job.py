@@ -27,7 +27,7 @@ Point = Choice | str
 
 
 def stream_s(point: Point, options: argparse.Namespace) -> float:
-    """Return the seconds of one stream, of the slowest rank. Collective.
+    """Return the seconds of one stream on the slowest rank. Collective.
 
     Tensors are submitted one after the other, with a pause between two tensors as in backward;
     then the ranks wait for all sums.

@@ -11,12 +11,12 @@ Sums of float32 values of all ranks, in place, on every rank:
 * ``Horovod``: over Open MPI;
 * ``DeepSpeed``: its all-reduce in shared memory for inference.
 
-Each peer runs in processes of its own, some in an environment of its own, which ``make
-.venv-mpich .venv-impi .venv-trainers`` creates; a missing peer is left out with a message. The
-jobs take turns in short blocks, during which the others sleep. Before each timed call the values
-are written again, outside of the measured time; the time of a call is that of its slowest rank.
-Ratios are the median time of the fastest peer over that of hpctrain: above 1 hpctrain is faster.
-Sums are compared with the exact sum.
+Each peer runs in separate processes, some in a separate environment, which ``make .venv-mpich
+.venv-impi .venv-trainers`` creates; a missing peer is left out with a message. The jobs run in
+short blocks, interleaved, and sleep during the blocks of other jobs. Before each timed call the
+values are written again, outside of the measured time; the time of a call is that of its slowest
+rank. Ratios are the median time of the fastest peer over that of hpctrain: above 1 hpctrain is
+faster. Sums are compared with the exact sum.
 """
 
 import json

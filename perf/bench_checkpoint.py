@@ -7,13 +7,13 @@ round measures, one after the other, the time of the slowest rank:
 
 * ``memory copy``: every rank copies its share of the state into memory that it has used before;
 * ``stall``: ``Manager.save`` blocks the training thread;
-* ``write``: until the checkpoint is on disk, everything included;
-* ``comparison``: the part of ``write`` for checksums of the state and their exchange;
+* ``write``: the following time, in the background, until the checkpoint is on disk;
+* ``comparison``: the part of ``stall`` and ``write`` for checksums of the state;
 * ``dd``: one ``dd conv=fsync`` of as many bytes, from memory, into the same directory;
-* ``dd on each rank``: concurrent ``dd`` of all ranks, of a share each.
+* ``dd on each rank``: concurrent ``dd`` of all ranks, each of its share.
 
-The ratio of the write is to the faster ``dd``. The first save also allocates the memory and is
-reported separately.
+The ratio compares the write with the faster ``dd``. The first save also allocates the memory and
+is reported separately.
 """
 
 import os

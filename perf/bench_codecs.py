@@ -2,9 +2,9 @@
 
     python perf/bench_codecs.py [--quick] [--json FILE]
 
-The first table codes and decodes a bucket on one core and divides the time by that of a copy of as
-many bytes: for one call, and for the calls of a node in a step, which also decodes received data
-and codes the sum, without a link. The second table reduces a bucket between nodes of a virtual
+The first table codes and decodes a bucket on one core, without a link: in one call, and in all
+calls of a node in a step, which also decodes received data and codes the sum. Times are divided by
+the time of a copy of as many bytes. The second table reduces a bucket between nodes of a virtual
 cluster, if the machine supports one (``python -m tests.cluster.vcluster``), with all codecs
 interleaved in one job, and counts the bytes that leave the nodes. Ratios are the time without
 compression over the time with the codec: above 1 the codec is faster.

@@ -3,10 +3,10 @@
     python perf/bench_cost.py [--quick] [--rates 1gbit 200mbit] [--json FOLDER [--more]]
 
 Nodes are namespaces of this machine, as in ``bench_network.py``. All points of a rate are stored
-in one file, to which ``hpctrain bench fit`` fits a machine. The program prints the errors of the
-models on points that were not used by the fit: half of them, drawn at random. The time of a point
-is the minimum over rounds and over runs (``--more``), because other load of the machine only
-increases it.
+in one file, from which ``hpctrain bench fit`` computes the description of a machine. The program
+prints the errors of the models on points that were not used by the fit: half of them, drawn at
+random. The time of a point is the minimum over rounds and over runs (``--more``), because other
+load of the machine only increases the time.
 """
 
 import argparse

@@ -7,19 +7,20 @@ one process. Warm rows read files in the page cache and report MB per second of 
 system, all threads and children), which other load of the machine changes little. Cold rows read
 files that were dropped from the page cache, which mincore confirms. The window order has to read
 nearly all data before its first batch; a sequential read followed by a copy has its own row.
-Before each cold measurement the program touches the free memory of the machine and keeps it until
-a virtual machine has returned the rest to its host: its reuse takes longer than a disk takes to
-fill it. The methods are interleaved; figures are medians over the rounds, and cold rows have two
-more rounds. ``ours / way`` is the median of the ratio within a round, above 1 hpctrain is faster:
-in warm rows MB per CPU second of the second epoch, in cold rows MB per second of the window order.
+Before each cold measurement the program touches the free memory of the machine, so that no method
+waits for memory that a virtual machine has returned to its host, which takes longer than to fill
+the memory from a disk. The methods are interleaved; figures are medians over the rounds, and cold
+rows have two more rounds. ``ours / way`` is the median over the rounds of the ratio within a round
+(above 1 hpctrain is faster): in warm rows MB per CPU second of the second epoch, in cold rows MB
+per second of the window order.
 
-Every measurement checks the label and one byte on every page of each sample; before it, each
-method has every byte compared. A slow method is stopped after some seconds, and the time in which
-it fills its buffers is not counted; ``part`` is the fraction of an epoch that it read. ``peak`` is
-memory in addition to the page cache. Peers that are not installed have a row that reports this;
-install them with ``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a
-set take at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of 3 GB) and are removed
-after its rows.
+Every measurement checks the label and one byte on every page of each sample; before the
+measurements, every byte of each method is compared. A slow method is stopped after some seconds,
+and the time in which it fills its buffers is not counted; ``part`` is the fraction of an epoch
+that it read. ``peak`` is memory in addition to the page cache. Peers that are not installed have a
+row that reports this; install them with ``pip install --no-deps --target .venv-peers -r
+perf/peers.txt``. The files of a set take at most 7 GB of disk and page cache (``--quick``: 1 GB,
+no set of 3 GB) and are removed after its rows.
 """
 
 import gc
@@ -140,7 +141,7 @@ def cold(
 ) -> Turns:
     """Measure the methods, interleaved, on files that were dropped from the page cache.
 
-    None if the files cannot be dropped.
+    Returns None if the files cannot be dropped.
     """
 
     def turn_of(method: type[Method]) -> Turn:

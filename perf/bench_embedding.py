@@ -14,9 +14,9 @@ in random order, about half of the rows from other ranks, and returns as many gr
 * ``torchrec``: row-wise shards over gloo, if it is installed.
 
 The methods are interleaved; ratios are the time of a peer over that of hpctrain. With ``--large``
-instead: steps of 1000 rows in tables of 10^6 and 10^8 rows of 16 numbers, also interleaved, of
-rows that were never touched, for which the system allocates pages, and of rows that were stepped
-before.
+the program instead measures steps of 1000 rows in tables of 10^6 and 10^8 rows of 16 numbers, also
+interleaved: of rows that are used for the first time, for which the system allocates pages, and of
+rows that were updated before.
 """
 
 import sys
@@ -60,7 +60,7 @@ class ByHand:
         return found
 
     def push(self, grads):
-        """Sum the gradients of each row and subtract them; follows a ``pull`` of the same ids."""
+        """Subtract the sum of the gradients of each row, after a ``pull`` of the same ids."""
         came = np.empty((len(self.asked), DIM), np.float32)
         COMM.Alltoallv([grads[self.order], self.sent * DIM], [came, self.heard * DIM])
         rows, index = np.unique(self.asked, return_inverse=True)

@@ -8,12 +8,11 @@ one step and for four. The variants are interleaved and use the same batches. Th
 root; ``python -m tests.cluster.vcluster`` reports whether it works on this machine.
 
 * ``loss`` is the mean of the last ``LAST`` steps, ``test loss`` the loss of other lines, with
-exact
-  rows;
+  exact rows;
 * ``hit rate`` is the fraction of rows of the larger table that were found in a copy during
-training;
-  ``kB saved`` is the number of bytes per step that copies saved, over all nodes; ``kB out`` is the
-  number of bytes per step that the busier node sent, by the counters of its network adapter;
+  training; ``kB saved`` is the number of bytes per step that copies saved, over all nodes;
+  ``kB out`` is the number of bytes per step that the busier node sent, by the counters of its
+  network adapter;
 * ``step ms`` is the median time of a step on the slowest rank;
 * ``again ms`` is the time of a second look-up of the test lines, without a step between.
 """

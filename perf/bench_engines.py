@@ -13,11 +13,10 @@ each round has one job of each method:
   levels need several nodes;
 * ``no communication``: the training step only, the faster of its plain and its flat form;
 * only if selected by name, and only the training step: ``hpctrain, shard=node``, ``torch DDP,
-gloo`` and
-  ``plain MPI``, a sum for each gradient after backward.
+  gloo`` and ``plain MPI``, a sum for each gradient after backward.
 
-All jobs have one torch thread per rank, no binding, because Horovod works in a separate thread,
-and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
+All jobs have the same launcher, one torch thread per rank, and no binding, because Horovod works
+in a separate thread. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
 step is that of ``bench_step.py``, with the ``DistributedOptimizer`` of each package. Every job
 checks its sums and the weights after a step. Links between nodes are the same as in
 ``bench_network.py``. Times are those of the slowest rank, medians over the rounds of the median in
@@ -166,8 +165,8 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Run the jobs of all methods, interleaved.
 
     Returns:
-        The key ``ways`` has for each method the medians over the rounds: ``sums`` by size, and
-        ``steps``.
+        A dictionary; its key ``ways`` has for each method the medians over the rounds: ``sums`` by
+        size, and ``steps``.
     """
     methods = {
         name: method

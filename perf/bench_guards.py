@@ -7,11 +7,9 @@ The step trains the ``MLP`` of that program, with 25.2 M parameters and SGD with
 separate model:
 
 * ``bare``: the loss is not checked, samples of weights are not compared, the flight recorder
-stores
-  no collectives, and no step is timed;
+  stores no collectives, and no step is timed;
 * ``guarded``: ``on_non_finite = "stop"``, ``on_spike = "skip"``, samples of weights are compared
-in
-  each step, the flight recorder is on, and ranks exchange the times of steps every 10 steps;
+  in each step, the flight recorder is on, and ranks exchange the times of steps every 10 steps;
 * ``gradients``: the same with ``on_non_finite = "skip"``, which also checks the summed gradients.
 
 All variants have the thread that detects stalls, which wakes up once a second.
@@ -20,8 +18,7 @@ A block is 10 pairs of steps in alternating order; its CPU-seconds are summed ov
 all ranks. ``more`` is the median over blocks of the difference from ``bare``, ``95 %`` is its
 one-sided upper bound by order statistics. ``check_replicas`` hashes all weights and the optimizer
 state: the program measures this call separately, and counts it once in 1000 steps. If ``FILE`` has
-results of
-the same machine, the new blocks are added to the old ones.
+results of the same machine, the new blocks are added to the old ones.
 """
 
 import json
@@ -76,7 +73,7 @@ class Variant:
     """Variant of the step, with a separate task."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """Build it. Collective."""
+        """Build the task. Collective."""
         self.is_bare = name == "bare"
         words = ["model.target=bench_step:mlp", "data.target=bench_guards:data"]
         words += [f"data.args.folder={folder}/{name}", "loss.target=mse_loss", "test.metric=loss"]

@@ -47,7 +47,7 @@ METHODS = {"memfd": reserve, "huge": reserve_huge}
 
 
 def huge_share() -> float:
-    """Return the fraction of the shared maps of this process in huge pages."""
+    """Return the fraction of the shared memory of this process that is in huge pages."""
     sizes = {"Pss_Shmem": 0, "ShmemPmdMapped": 0}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size = line.split()[:2]
@@ -58,7 +58,7 @@ def huge_share() -> float:
 def works(
     reserve: Callable[[int], int], num_bytes: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Allocate a segment on every rank; return functions that fill the own segment and sum all."""
+    """Allocate a segment per rank; return functions that fill this rank's segment and sum all."""
     segments = allocate(NODE, num_bytes, reserve)
     values = [torch.frombuffer(segment, dtype=torch.float32) for segment in segments]
     source = torch.ones(num_bytes // 4)

@@ -8,7 +8,7 @@ One thread on every rank, SGD with momentum, float32, 64 samples on every rank. 
 much computation.
 
 * ``ordinary``: ``DistributedOptimizer`` with its default plan, one pass over the batch of the
-rank;
+  rank;
 * ``M = ...``: ``Reproducible`` with M micro-shards, 1, 2, 4 and 8 times the number of ranks.
 
 The variants are interleaved, each on its own model; the time of a step is that of the slowest

@@ -9,8 +9,8 @@ Every launch is a new ``mpirun``. Three variants are interleaved:
 * ``remembered``: the plan of the previous run.
 
 The time of a stage is that of the slowest rank, the median over the launches: Python and torch,
-then the start of MPI, then the stages of ``init()``, then two steps of a small model. Imports of a
-stage are part of it, from bytecode, which a launch before the first round has written.
+then the start of MPI, then the stages of ``init()``, then two steps of a small model. A stage
+includes its imports, from bytecode that a launch before the first round has written.
 """
 
 import json
@@ -49,7 +49,7 @@ class Clock:
         self._last, self._is_inside = begin, False
 
     def note(self, stage: str) -> None:
-        """Add the time since the last call to a stage."""
+        """Add the time since the last call of this method to ``stage``."""
         now = time.time()
         self.seconds[stage] += now - self._last
         self._last = now

@@ -96,7 +96,8 @@ def peak_bytes(method: Method, limit_s: float) -> int | None:
     """Return the peak memory of epochs in a separate process, in bytes.
 
     The sum contains anonymous and shared memory that the process and its children allocate, and
-    not the page cache, which all methods fill with the same files. None if an epoch failed.
+    not the page cache, which all methods fill with the same files. Returns None if an epoch
+    failed.
     """
     gc.collect()
     _LIBC.malloc_trim(0)  # otherwise the child inherits freed memory of this process

@@ -1,7 +1,7 @@
 """Methods that read samples in random order with numpy, h5py and torch only.
 
 A ``Method`` writes its files once and then iterates over epochs. Each batch is a pair of torch
-tensors ``(samples, labels)``; the label of a sample is its number, to check the sample.
+tensors ``(samples, labels)``; the label of a sample is its index, to check the sample.
 """
 
 from abc import ABC, abstractmethod
@@ -67,7 +67,7 @@ class Method(ABC):
     @classmethod
     @abstractmethod
     def write(cls, kind: Kind, samples: NDArray[np.uint8], path: Path) -> None:
-        """Write all samples with their numbers as labels, int64."""
+        """Write all samples, with their indices as labels (int64)."""
 
     @abstractmethod
     def epoch(self) -> Epoch:
@@ -82,7 +82,7 @@ class Method(ABC):
         return
 
     def shuffled(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the sample numbers of the batches of an epoch."""
+        """Yield the sample indices of each batch of an epoch."""
         order = np.random.default_rng().permutation(self.kind.num_samples)
         for start in range(0, len(order), self.batch):
             yield order[start : start + self.batch]

@@ -134,7 +134,7 @@ def weights_after_a_step() -> list[Tensor]:
 
 
 def steps(package: str, hvd: Any, options: argparse.Namespace) -> dict[str, Seconds]:
-    """Time training steps, without an engine in two forms, and exposed communication."""
+    """Time training steps (in two forms without an engine), and exposed communication."""
     count, warm_up = options.steps, options.warm_up
     if package == "none":
         silent = {"plain": plain(MLP), "views": views(MLP)}

@@ -1,7 +1,8 @@
 """The device of a rank of ``gpu_check.py``: a CUDA GPU, or a simulated device.
 
-``DEV`` names it: ``cuda``; ``mcpu``, of the package torch_mcpu in folder ``MCPU_SITE``; ``cpu``.
-All ranks use the first GPU; with ``CARDS=own`` each rank uses a separate one, if there are enough.
+``DEV`` names the device: ``cuda``; ``mcpu``, of the package torch_mcpu in folder ``MCPU_SITE``;
+``cpu``. All ranks use the first GPU; with ``CARDS=own`` each rank uses a separate one, if there
+are enough.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ def interleave(
         warm_up: calls at the start of a round that are not counted.
 
     Returns:
-        The seconds of each counted call, of the slowest rank.
+        The seconds of each counted call on the slowest rank.
     """
     world = MPI.COMM_WORLD
     seconds: dict[str, Seconds] = {name: [] for name in variants}

@@ -42,7 +42,7 @@ def timed(
         warm_up: calls at the start that are not counted.
 
     Returns:
-        The seconds of each counted call, of the slowest rank.
+        The seconds of each counted call on the slowest rank.
     """
     seconds = []
     for _ in range(warm_up + repetitions):

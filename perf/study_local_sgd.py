@@ -200,7 +200,7 @@ def study(task: Task, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdict(row: Mapping[str, Any], num_steps: int, task: Task) -> str:
-    """Return a sentence whether the interval of averaging is worthwhile."""
+    """Return a sentence on whether the interval of averaging is worthwhile."""
     error = row["standard error"]
     rounds = f"rounds of {row['steps of a round']}: {row['rounds']} averagings for {num_steps}"
     away = f"{task.figure} {row['away']:+.2f} with a standard error of {error:.2f}"

@@ -147,7 +147,7 @@ class AsyncMethod(CommonBlock):
 
     @property
     def staleness_histogram(self) -> dict[int, int]:
-        """Number of gradients or reads of this rank by staleness, which the subclass defines."""
+        """Counts of this rank by staleness; the subclass documents what is counted."""
         return dict(sorted(self._histogram.counts.items()))
 
     def total_histogram(self) -> dict[int, int]:

@@ -210,7 +210,7 @@ class ParameterServer(ABC):
         """Write the values for ``source`` at ``clock`` to ``out``; return the staleness."""
 
     def _begin(self, clock: int) -> None:
-        """Drop the gradients of steps before ``clock``; all ranks read values next."""
+        """Drop the gradients of steps before ``clock``. Called before all ranks read values."""
         del clock
 
     @abstractmethod
@@ -243,7 +243,7 @@ class WorkerClocks:
         return self.by_worker.get(worker, math.inf)
 
     def advance(self, worker: int, clock: int) -> None:
-        """Set the clock of a worker, which is at least its previous clock."""
+        """Set the clock of a worker to ``clock``, which must not be below the previous clock."""
         self.remove(worker)
         self.by_worker[worker] = clock
         self._num_at[clock] += 1

@@ -25,14 +25,14 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 _PINNED_BYTES = MIB
-"""Pinned memory is used for copies of at least this size; smaller copies would share pages."""
+"""Copies of at least this size are in pinned memory; smaller ones would share a page."""
 
 
 class StateCopy:
     """A copy of a state in CPU memory; later copies of equal shapes reuse the memory.
 
     Each rank copies only its share of the replicated tensors, but computes the checksums of all
-    replicated tensors. The memory of this share stays allocated after the first copy.
+    replicated tensors. The memory of the copies stays allocated for the next ``take``.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
@@ -46,12 +46,12 @@ class StateCopy:
     def take(self, state: Any, source_rank: int | None = None) -> Any:
         """Copy a state to CPU memory, overwrite the last copy, and return the copied state.
 
-        Replicated tensors in the shares of other ranks have shape and dtype, but no values. With
-        ``source_rank``, all replicated tensors are in the share of ``source_rank``. Raises
+        In the copy, elements of replicated tensors that other ranks write are not initialized.
+        With ``source_rank``, that rank writes all replicated tensors. Raises
         ``CheckpointError``: the state contains an unsupported type; the last copy is unchanged.
         """
         leaves, skeleton = flatten(state)
-        # The division must be that of the save.
+        # Divide the tensors among the ranks as the save does.
         parts = divided(leaves, self._num_ranks, source_rank)
         held, self._copies = self._copies, {}  # free the copies of tensors that this state lacks
         self.num_bytes = 0
@@ -82,7 +82,9 @@ class StateCopy:
         if not is_dense(tensor):
             return tensor  # the write raises the error
         if part is None:
-            return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # out of memory
+            return torch.empty((), dtype=tensor.dtype).expand(
+                tensor.shape
+            )  # memory of one element
         copy, here = held.get(path), Shard.whole(part.global_shape).slices(part)
         num_bytes = part.numel * tensor.itemsize
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
@@ -101,8 +103,8 @@ class BackgroundWriter(Generic[T]):
     """Runs jobs in a thread with a separate communicator, or immediately if it has no thread.
 
     Construction creates the thread and its communicator, and is collective. Jobs run immediately
-    if ``background`` is false, or if the MPI library does not allow calls from two threads, which
-    is logged once.
+    if ``background`` is false, or if the MPI library does not allow calls from two threads; rank 0
+    logs a warning in the second case.
     """
 
     def __init__(self, comm: Communicator, *, background: bool) -> None:

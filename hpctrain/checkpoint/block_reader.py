@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A part of a tensor in a file, and the piece of this rank that takes elements of it."""
+    """A stored part of a tensor, and the piece of this rank that needs elements of the part."""
 
     name: str
     dtype: str
     part: StoredPart
-    piece: TensorPiece | None = None  # None if this rank takes no elements
+    piece: TensorPiece | None = None  # None if this rank needs no elements
 
     @property
     def num_bytes(self) -> int:
@@ -38,13 +38,13 @@ class StoredTensor:
 
     @property
     def common(self) -> Shard | None:
-        """Elements of the part that this rank takes; None if it takes none."""
+        """Elements of the part that this rank needs; None if there are none."""
         return self.part.shard.intersection(self.piece.shard) if self.piece else None
 
 
 class _Block(NamedTuple):
-    number: int  # among the blocks of all parts
-    part: int
+    number: int  # index among the blocks of all parts
+    part: int  # index in the list ``stored``
     start: int  # first byte in the part
     num_bytes: int
 
@@ -54,13 +54,13 @@ def read(directory: Path, stored: Sequence[StoredTensor], node: "SharedMemory | 
 
     Without ``node``, this rank reads the blocks that contain its elements. With ``node``, the call
     is collective over the node: the ranks divide the blocks that any of them needs, so each block
-    is read and checked once, and a rank opens only the files of its blocks. Node memory of two
-    blocks per rank passes them on.
+    is read and checked once, and a rank opens only the files of the blocks that it reads. The
+    other ranks copy the blocks from node memory, which has room for two blocks per rank.
 
     Args:
         directory: directory of the checkpoint.
-        stored: parts, those of one file next to each other; the same parts in the same order on
-            all ranks of the node.
+        stored: stored parts, grouped by file; the same parts in the same order on all ranks of
+            the node.
         node: memory of the node.
 
     Raises:
@@ -96,7 +96,7 @@ def _read_together(source: "_Source", target: "_Target", node: "SharedMemory") -
             failures.append(str(error))
 
     for number, slots in enumerate(rounds):
-        # A rank overwrites this half after the next barrier, at which all ranks have copied it.
+        # This half is overwritten after the next barrier, before which all ranks have copied it.
         memory = [segment[number % 2 * half_bytes :] for segment in segments]
         with without_raising():
             for reader, first, block in slots:
@@ -114,9 +114,10 @@ def _read_together(source: "_Source", target: "_Target", node: "SharedMemory") -
 
 
 def _rounds(blocks: Iterator[_Block], num_readers: int) -> list[list[tuple[int, int, _Block]]]:
-    """Return the blocks of each round, with the rank that reads them and their place in memory.
+    """Return the blocks of each round as ``(local rank that reads, offset in memory, block)``.
 
-    Each rank reads about the same number of consecutive bytes, but at least a block.
+    Each reader reads about the same number of consecutive bytes, but at least ``BLOCK_BYTES``, so
+    that with few blocks some ranks read none. In one round it reads at most ``BLOCK_BYTES``.
     """
     ordered = list(blocks)
     share = max(-(-sum(block.num_bytes for block in ordered) // num_readers), BLOCK_BYTES)
@@ -158,12 +159,12 @@ class _Source:
 
 
 class _Sink(NamedTuple):
-    """Memory for the bytes of a part that this rank needs, and the elements to copy from it."""
+    """Memory for the bytes of a part that this rank needs, and the elements to copy to a piece."""
 
     memory: memoryview
-    first: int  # byte of the part at the start of ``memory``
-    elements: Tensor | None  # None if ``memory`` is the memory of the piece
-    place: Tensor  # place of the elements in the piece
+    first: int  # offset in the part of the first byte of ``memory``
+    elements: Tensor | None  # elements in ``memory``; None if ``memory`` is that of the piece
+    place: Tensor  # view of the piece, to which the elements are copied
 
 
 class _Target:
@@ -183,11 +184,11 @@ class _Target:
         self._sinks: dict[int, _Sink] = {}
 
     def needs(self) -> bytes:
-        """Return a bit for each block: whether this rank needs it."""
+        """Return one bit for each block, packed: 1 if this rank needs the block."""
         return np.packbits(self._takes).tobytes()
 
     def add_needs(self, of_ranks: Sequence[bytes]) -> None:
-        """Add the blocks that other ranks need to ``blocks``."""
+        """Let ``blocks`` also yield the blocks that only other ranks of the node need."""
         bits = np.bitwise_or.reduce([np.frombuffer(one, np.uint8) for one in of_ranks])
         self._is_read = np.unpackbits(bits)
 
@@ -220,7 +221,7 @@ class _Target:
                 sink.place.copy_(sink.elements)
 
     def _range(self, one: StoredTensor) -> tuple[int, int]:
-        """Return the numbers, in the part, of the first block to read and of the block after."""
+        """Return the needed blocks as a range of indices in the part: first, and last plus 1."""
         assert one.common
         first, last = one.part.shard.span(one.common)
         itemsize = DTYPES[one.dtype].itemsize

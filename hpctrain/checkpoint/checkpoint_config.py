@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from hpctrain.core.checks import CheckedFields, Count, Number, Time, require
 
-Files = Literal["node", "rank"]  # who shares a file of a checkpoint
+Files = Literal["node", "rank"]  # ranks of a node share a file, or each rank has a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,17 +14,17 @@ class CheckpointConfig(CheckedFields):
 
     table: ClassVar = "checkpoint"
     every: Literal["auto", "none"] | Time | Number = "10min"
-    """Steps between two checkpoints, a time such as "10min", auto, which chooses a time by the
-    cost of a checkpoint and mtbf, or none: only a stop and the end of the run save."""
+    """When to save: after a number of steps, after a time such as "10min", auto (a time computed
+    from mtbf and the cost of a checkpoint), or none (only at a stop and at the end of the run)."""
     keep: Number = 2
     """Number of newest checkpoints that are kept."""
     keep_best: Count = 0
-    """Number of checkpoints with the best first test.metric that are kept in addition; at least 1
-    with test.patience."""
+    """Number of checkpoints that are kept in addition, because their value of the first
+    test.metric is best; at least 1 with test.patience."""
     mtbf: Time = ""
     """Mean time between failures of the whole job, such as "20h"; needed by every = auto."""
     background: bool = True
-    """Write checkpoints in the background; if false, training waits for them."""
+    """Write checkpoints in the background; if false, training waits for each write."""
     files: Files = "node"
     """Write one file per node, or one per rank."""
     resume: Literal["never", "auto"] = "never"

@@ -18,7 +18,7 @@ from hpctrain.core.errors import CheckpointError
 SCORE = "score"  # key in the facts of a checkpoint: score of its model
 
 ASIDE = ".aside"
-"""Suffix of a checkpoint that a resumed run has set aside; it is kept, and never loaded."""
+"""Suffix of a checkpoint that a resumed run has set aside; its files are kept, but not loaded."""
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Step, validity and score of a checkpoint, from which ``expendable`` decides."""
+    """Step, validity and score of a checkpoint, for ``expendable``."""
 
     step: int
     whole: bool = True  # False if the checkpoint is known to be damaged
@@ -99,8 +99,9 @@ class CheckpointDirectory:
             else:
                 return steps[0], faults
         if not faults and not gone and {*self.steps()} - {*passed_over}:
-            return self.newest(passed_over)  # names that another job changed during the listing
-        # Some file systems list removed files for a while: then the run has checkpoints.
+            return self.newest(passed_over)  # another job wrote a checkpoint after the listing
+        # Some file systems list removed files for a while. Steps that are still listed are
+        # faults, so that the caller does not start the run again without its checkpoints.
         listed = self.steps() if gone else []
         return None, faults | {step: why for step, why in gone.items() if step in listed}
 
@@ -111,9 +112,9 @@ class CheckpointDirectory:
 
         A checkpoint is renamed before it is removed, so a kill or a power failure leaves a
         leftover for the next call and not a damaged checkpoint. A thread removes the files, so
-        that the caller does not wait for them. Checkpoints of later steps, written before a
-        resume, are renamed, because a restart would load them. ``damaged`` steps are not counted
-        in ``keep``.
+        that the caller does not wait for them. Checkpoints of steps after ``newest``, which the
+        run wrote before it resumed from an older one, are renamed, because a restart would load
+        them. ``damaged`` steps are not counted in ``keep``.
         """
         self.finish()
         self._known.pop(newest, None)  # ``newest`` may replace a checkpoint without a score
@@ -129,7 +130,7 @@ class CheckpointDirectory:
             self._try(partial(self.path(step).rename, gone))
         if going or len(present) < len(steps):
             self._try(partial(sync, self.root))
-        # Listed now, since the next save writes to such a directory.
+        # List now: later, the directory of the next save has such a name too.
         names = [name for name in self._try(self._names) or [] if name.startswith("step-")]
         leftovers = [self.root / name for name in names if name.endswith(PART)]
         self._removal = Thread(target=self._remove, args=(leftovers,), daemon=True)
@@ -184,7 +185,7 @@ class CheckpointDirectory:
         self.path(step).rename(aside)
         origin = "of another job or of this run before it resumed"
         _LOG.warning(
-            "the last save of a run must be its latest checkpoint, which a restart loads, but %s, "
-            "%s, is later than step %d: it is renamed to %s; remove it if it is not needed",
+            "a restart loads the latest checkpoint, which must be the last save of the run, but "
+            "%s, %s, is later than step %d: it is renamed to %s; remove it if it is not needed",
             *(self.path(step), "which is damaged" if is_damaged else origin, newest, aside.name),
         )

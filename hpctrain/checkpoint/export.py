@@ -66,8 +66,9 @@ def check_ending(path: Path) -> None:
 def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = False) -> None:
     """Write a state atomically. Not collective.
 
-    Needs memory for copies of tensors that are views. ``torch.load(...,
-    weights_only=True)`` reads a file ``.pt``; a file ``.safetensors`` holds only tensors by name.
+    Needs memory for copies of tensors that are views. The suffix of ``path`` selects the format:
+    ``torch.load(..., weights_only=True)`` reads ``.pt`` and ``.pth``; a file ``.safetensors``
+    contains only tensors, by name.
     """
     path = absolute(path)
     check_ending(path)
@@ -105,7 +106,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
 
 def _owner() -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a view, or a tensor whose memory an earlier tensor has."""
+    """Return a function that copies tensors that are views, or share memory with earlier ones."""
     taken: set[int] = set()
 
     def own(tensor: Tensor) -> Tensor:

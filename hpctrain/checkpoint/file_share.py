@@ -49,7 +49,7 @@ class FileShare:
         """Exchange names and shapes of the tensors that each rank writes.
 
         Collective over the node if ``files`` is ``node``; otherwise each rank has its own file.
-        ``shards`` contains the tensors that are parts of larger tensors.
+        ``shards`` contains the place of each tensor that is a part of a larger tensor, by name.
         """
         ranks = comm.node_ranks if files == "node" and comm.node else (comm.rank,)
         names = {name: entry_name(name, comm.rank, ranks[0]) for name in tensors}
@@ -78,7 +78,7 @@ class FileShare:
             crcs: result of ``write``.
 
         Returns:
-            The record of the file, on its first rank; None on other ranks.
+            The record of the file on the first of the ranks that share it; None on other ranks.
 
         Raises:
             CheckpointError: a rank cannot write a header; on every rank.

@@ -19,7 +19,7 @@ FOLDER = "checkpoints"  # folder of the checkpoints in a run directory
 
 
 def checkpoints_in(path: Path | str) -> list[Path]:
-    """Return the checkpoint at a path, or all checkpoints of a run directory, by step.
+    """Return the checkpoint at a path, or all checkpoints of a run directory, oldest first.
 
     Unfinished checkpoints and checkpoints that were set aside are omitted.
     """
@@ -37,12 +37,12 @@ def checkpoints_in(path: Path | str) -> list[Path]:
 
 
 def checkpoint_of(path: Path | str, which: str) -> Path:
-    """Return one checkpoint of a path: ``last``, ``best`` or after a number of steps."""
+    """Return the checkpoint of a run that ``which`` selects: ``last``, ``best`` or a step."""
     found = checkpoints_in(path)
     if which == "last":
         return found[-1]
     if which == "best":
-        # Of equal scores choose the newest, which the run keeps.
+        # Choose the newest of equal scores, as the run does when it removes checkpoints.
         facts = ((CheckpointManifest.read(one).facts, one) for one in found)
         scored = [(of_one[SCORE], one) for of_one, one in facts if SCORE in of_one]
         if scored:
@@ -102,7 +102,7 @@ def lines_of(about: Mapping[str, Any]) -> Iterator[str]:
         f"state      {about['num_tensors']} tensors, {about['num_elements']} elements, "
         f"{format_bytes(about['state_bytes'])}"
     )
-    yield f"private    {format_bytes(about['private_bytes'])} of the ranks' own"
+    yield f"private    {format_bytes(about['private_bytes'])}, different on each rank"
     missing = [file["name"] for file in about["files"] if file["num_bytes"] is None]
     size = format_bytes(sum(file["num_bytes"] or 0 for file in about["files"]))
     yield f"files      {len(about['files'])}, {size}" + (
@@ -135,7 +135,7 @@ def _short(value: object) -> str:
 
 
 def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
-    """Compare all bytes of a checkpoint, or of all in a run directory, with their checksums.
+    """Compare the bytes of a checkpoint, or of all checkpoints of a run, with their checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
     removes meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.

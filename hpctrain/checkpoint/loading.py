@@ -98,7 +98,8 @@ def load(
 def read_manifest(directory: Path | str, comm: Communicator) -> CheckpointManifest:
     """Read the manifest of a checkpoint on rank 0, and return it on every rank. Collective.
 
-    Raises ``CheckpointError`` on every rank, as ``CheckpointManifest.read`` does.
+    Raises ``CheckpointError`` on every rank: the manifest is missing, damaged or hostile, or the
+    ranks pass different directories.
     """
     name, data = _manifest_bytes(directory, comm)
     with agreed(comm, CheckpointError):
@@ -107,7 +108,7 @@ def read_manifest(directory: Path | str, comm: Communicator) -> CheckpointManife
 
 
 def _manifest_bytes(directory: Path | str, comm: Communicator) -> tuple[str, bytes]:
-    """Return the directory of rank 0, and the bytes of its manifest. Collective."""
+    """Return the directory that rank 0 passes, and the bytes of its manifest. Collective."""
 
     def read() -> tuple[str, bytes]:
         path = absolute(directory)
@@ -194,7 +195,7 @@ class Privates(Mapping[int, Any]):
 
 
 def _check_cover(index: PartIndex, want: Mapping[str, Shard]) -> None:
-    """Raise ``CheckpointError`` unless each element of ``want`` is in one part that was listed."""
+    """Raise ``CheckpointError`` if an element of ``want`` is in no part, or in several parts."""
     for path, shard in want.items():
         if fault := index.fault(path, shard):
             raise damaged(index.directory / NAME, fault)
@@ -245,7 +246,7 @@ def _check_wanted(
 def _empty(
     records: Mapping[str, Record], into: Mapping[str, Shard] | None = None
 ) -> dict[str, TensorPiece]:
-    """Return memory for tensors, or for the parts of them in ``into``."""
+    """Allocate memory for tensors; for a tensor in ``into``, only for its shard there."""
     shards = {name: Shard.whole(record.shape) for name, record in records.items()}
     shards.update(into or {})
     return {
@@ -261,7 +262,10 @@ def _tensors(pieces: Mapping[str, TensorPiece]) -> dict[str, Tensor]:
 def _by_file(
     groups: Iterable[tuple[Mapping[str, Record], Mapping[str, TensorPiece]]], first: int = 0
 ) -> list[StoredTensor]:
-    """Return the stored parts of tensors, with the pieces to fill, from the file of ``first``."""
+    """Return stored parts and the pieces to fill, ordered by file.
+
+    The files of rank ``first`` and later ranks precede the files of earlier ranks.
+    """
     stored = (
         StoredTensor(name, record.dtype, part, pieces.get(name))
         for records, pieces in groups

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: schedule, retention and the choice at a restart."""
+"""The checkpoints of a run: when to save, which to keep, and from which to resume."""
 
 import logging
 import math
@@ -28,14 +28,14 @@ _LOG = logging.getLogger(__name__)
 class Stateful(Protocol):
     """Protocol of objects with a state to save, such as the error feedback of a codec.
 
-    The state is a tree of tensors and plain values, which differ between ranks.
+    The state is a tree of tensors and plain values. Each rank has its own state.
     """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, as values that later steps do not change."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that was saved by the same rank of the same number of ranks."""
+        """Restore the state that this rank saved, in a run with the same number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Figures:
     num_bytes: int  # bytes of all tensors, on all ranks
     stall_s: float  # seconds that training waited
     write_s: float  # seconds until all files were on disk
-    compare_s: float  # part of both times: comparison of replicated tensors
+    compare_s: float  # seconds of these times in which replicated tensors were compared
 
     @property
     def bytes_per_s(self) -> float:
@@ -69,11 +69,12 @@ class Manager:
     Args:
         directory: directory of all checkpoints of the run, seen by all ranks; need not exist.
         comm: communicator of the ranks; used only in collective calls.
-        every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+        every: interval of saves: a number of steps, a time such as ``"10min"``, ``"auto"`` or
+            ``"none"``.
         keep: number of newest checkpoints that are kept, at least 1.
         keep_best: number of checkpoints with the best score that are kept in addition.
-        mtbf: mean time between two failures of the whole job, in seconds or such as
-            ``"24h"``; ``"auto"`` needs it.
+        mtbf: mean time between two failures of the whole job, in seconds or as text such as
+            ``"24h"``; required by ``"auto"``.
         background: whether training continues while a checkpoint is written; training waits if
             the MPI library does not allow calls from two threads.
         guard: called on rank 0, in any thread, before a checkpoint is written, before it
@@ -125,10 +126,10 @@ class Manager:
         self._is_open = True
 
     def due(self, step: int, now: float | None = None) -> bool:
-        """Return whether this rank would take a checkpoint now. Not collective.
+        """Return whether a checkpoint is due after ``step`` steps. Not collective.
 
-        For a number of steps all ranks return the same. For a time, only rank 0 returns True: the
-        ranks must combine their results, and call ``save`` if any is True.
+        If ``every`` is a number of steps, all ranks return the same. If it is a time, only rank 0
+        can return True: the ranks must combine their results, and call ``save`` if any is True.
 
         Args:
             step: number of steps done.
@@ -159,13 +160,14 @@ class Manager:
                 any device.
             step: number of steps done.
             private: values of this rank.
-            facts: values for JSON, for example for checks before a load.
-            wait: return when the checkpoint is on disk; an error of the last save is only logged.
+            facts: values to store as JSON, such as those to check before a load.
+            wait: return when the checkpoint is on disk; an error of the previous save is only
+                logged.
             score: quality of the model, larger is better; used by ``keep_best``.
             source_rank: write the state of this rank alone; see ``save``.
 
         Raises:
-            CheckpointError: this save or the last save failed, and nothing was saved; or step,
+            CheckpointError: this or the previous save failed, and nothing was saved; or step,
                 score, source_rank or wait differ between ranks; or ``close`` was called; on every
                 rank.
         """
@@ -237,8 +239,8 @@ class Manager:
     def load_latest(self, *, into: Mapping[str, Any] | None = None) -> loading.Loaded | None:
         """Load the newest readable checkpoint; return None if there are no checkpoints.
 
-        Collective; waits for the save in flight. Damaged checkpoints are logged and skipped, as by
-        ``latest``; if another job removes a checkpoint during the read, the directory is listed
+        Collective; waits for the save in flight. As in ``latest``, damaged checkpoints are logged
+        and skipped. If another job removes a checkpoint during the read, the directory is listed
         again.
 
         Args:
@@ -266,9 +268,10 @@ class Manager:
         return self._figures
 
     def close(self) -> None:
-        """Wait for the save in flight and for removals, end the thread. Collective; idempotent.
+        """Wait for the save in flight and for removals, then end the threads. Collective.
 
-        Afterwards ``save`` raises an error; checkpoints can still be loaded.
+        A second call does nothing. Afterwards ``save`` raises an error; checkpoints can still be
+        loaded.
 
         Raises:
             CheckpointError: the last save failed; on every rank.
@@ -286,7 +289,8 @@ class Manager:
     ) -> saving.SaveSource | CheckpointError:
         """Return the source of the save, or the error of copying the state.
 
-        The thread reports the error to the other ranks, so no rank waits for the slowest copy.
+        The writer thread raises the error on all ranks, so that training need not wait for the
+        slowest copy.
         """
         try:
             with explained(f"copy the state of step {step}"):
@@ -309,7 +313,7 @@ class Manager:
         stall_s: float | None,
         damaged: set[int],
     ) -> Figures:
-        """Write a checkpoint, then rename expendable checkpoints. Collective; background job."""
+        """Write a checkpoint, then remove expendable ones. Collective; called by the writer."""
         began = time.monotonic()
 
         def take() -> saving.SaveSource:
@@ -334,12 +338,12 @@ class Manager:
         )
 
     def _tidy(self, step: int, *, damaged: set[int]) -> None:
-        if self._guard is not None:  # repeated, as another job may have taken the run meanwhile
+        if self._guard is not None:  # again: another job may have taken over the run
             self._guard()
         self._shelf.tidy(step, keep=self._keep, keep_best=self._keep_best, damaged=damaged)
 
     def _newest(self) -> int | None:
-        """Return the newest step that is not known as damaged. Collective."""
+        """Return the newest step with a whole manifest, or None. Collective."""
         self._writer.settle()
         look = explained(f"list checkpoints in {self._shelf.root}")(self._shelf.newest)
         step, faults = on_root(self._comm, partial(look, self._damaged), CheckpointError)
@@ -350,7 +354,7 @@ class Manager:
             raise CheckpointError(
                 f"none of {len(self._damaged)} checkpoints in {self._shelf.root} can be read: "
                 f"{reasons}; restore a checkpoint from a backup, or move all of them to another "
-                f"directory to start the run again"
+                f"directory to start the run from the beginning"
             )
         return step
 

@@ -66,7 +66,7 @@ def read_list(directory: Path, file: FileRecord, tensors: Mapping[str, Record]) 
         or len(listed) != sum(map(len, file.private))
         or not is_complete
     ):
-        raise damaged(path, "it does not have the private values of its ranks")
+        raise damaged(path, "its private values are not those that the manifest lists")
     return found
 
 
@@ -85,7 +85,7 @@ class PartIndex:
     lists: dict[int, PartList] = field(default_factory=dict)
 
     def read(self, files: Collection[int], node: "SharedMemory | None" = None) -> None:
-        """Read the lists of files. With ``node``, its ranks divide the files; collective.
+        """Read the part lists of files. With ``node``, collective: its ranks divide the files.
 
         Args:
             files: first ranks of the files; the same on all ranks of the node.
@@ -114,12 +114,13 @@ class PartIndex:
     ) -> None:
         """Read the lists of the files that contain the parts that the ranks of a node require.
 
-        Collective over the node. The first files are those of ``ranks``, and the files with parts
-        of whole tensors; other files are read only if these lack elements.
+        Collective over the node. First reads the files of ``ranks``, and the files of tensors that
+        a rank requires whole; then other files, only if these files lack elements of ``want``.
 
         Args:
             want: part of each tensor that this rank requires.
-            ranks: ranks of the save whose private values, and likely parts, are required.
+            ranks: ranks of the save whose files contain the required private values, and probably
+                the required parts.
             node: memory of the node.
         """
         if not self.manifest.files:
@@ -141,7 +142,7 @@ class PartIndex:
         boxes = (part.shard.intersection(want) for part in self.parts(path))
         found = [box.relative_to(want) for box in boxes if box]
         fault = fault_of_cover(want.shape, found)
-        return fault and f"{fault} of {path}"
+        return fault and f"{path}: {fault}"
 
     def records(self) -> dict[str, Record]:
         """Return the tensors of the state with the parts in the files that were read."""

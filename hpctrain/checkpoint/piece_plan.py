@@ -21,8 +21,8 @@ _DIGEST_BITS = 42  # the sum over 2^20 ranks is below 2^62
 class _Held(NamedTuple):
     """A piece of this rank that has elements."""
 
-    writes: bool
-    num_ranks: int  # that compare the piece; 1 if it is not compared
+    writes: bool  # whether this rank writes the piece
+    num_ranks: int  # number of ranks that compare the piece; 1 if it is not compared
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class PiecePlan:
     """Pieces of sharded tensors that this rank writes, and pieces that ranks compare."""
 
     comm: Communicator
-    pieces: Mapping[str, Shard]  # of this rank
+    pieces: Mapping[str, Shard]  # pieces of this rank, by path
     held: dict[str, _Held] = field(default_factory=dict)
     shared: list[str] = field(default_factory=list)
     """Paths of the tensors with a piece that several ranks compare; the same on all ranks."""
@@ -39,16 +39,17 @@ class PiecePlan:
     def of(
         cls, comm: Communicator, pieces: Mapping[str, Shard], source_rank: int | None
     ) -> "PiecePlan":
-        """Choose the rank that writes each piece; copies are written once. Collective.
+        """Choose one rank to write each piece that one or several ranks hold. Collective.
 
-        Digests find the tensors that are divided among the ranks in the same manner. Rank 0
-        receives the pieces of one tensor of each layout from all ranks and chooses; the other
-        ranks receive two numbers for each rank and layout.
+        Tensors that are divided among the ranks in the same manner have one layout; digests find
+        the layouts. For one tensor of each layout, rank 0 receives the pieces of all ranks and
+        chooses. The other ranks receive two integers for each rank and layout.
 
         Args:
             comm: the ranks.
             pieces: pieces of this rank, of the same tensors in the same order on every rank.
-            source_rank: writes all its pieces, which are not compared with copies.
+            source_rank: rank that writes all its pieces, without a comparison with copies on
+                other ranks; None for no such rank.
 
         Raises:
             CheckpointError: the pieces do not cover each element of a tensor once; on every rank.
@@ -85,7 +86,7 @@ class PiecePlan:
 
     @property
     def compared(self) -> list[str]:
-        """Paths of the pieces that this rank and others hold."""
+        """Paths of the pieces of this rank that other ranks compare too."""
         return [path for path, held in self.held.items() if held.num_ranks > 1]
 
     def require_same(self, checksums: Mapping[str, int]) -> None:
@@ -122,7 +123,7 @@ class PiecePlan:
         on_root(self.comm, describe, CheckpointError)
 
     def _layouts(self) -> dict[str, list[str]]:
-        """Return the paths of the tensors of each layout, by the first of them. Collective.
+        """Return the paths of the tensors of each layout, by the first of these paths. Collective.
 
         Tensors have one layout if each rank holds the same part of all of them.
         """
@@ -137,7 +138,7 @@ class PiecePlan:
         return {paths[0]: paths for paths in found.values()}
 
     def _sums(self, terms: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
-        """Return the sums over all ranks. Collective, one all-reduce."""
+        """Return the sums of ``terms`` over all ranks. Collective, one all-reduce."""
         if not terms:
             return {}
         sums = torch.tensor([*terms.values()], dtype=torch.int64)
@@ -155,10 +156,11 @@ def _choose(
     boxes: "np.ndarray[Any, Any]",
     source_rank: int | None,
 ) -> "np.ndarray[Any, Any]":
-    """Return two numbers for each rank and tensor: the turn of the rank and the number of turns.
+    """Return the turn and the number of turns of each rank, as an array [ranks, layouts, 2].
 
-    The ranks that hold a piece take turns to write it, in the tensors of one layout. Ranks without
-    elements, and ranks whose piece ``source_rank`` writes, have no turns.
+    ``shapes`` has one tensor of each layout. In a layout, the ranks that hold a piece write it
+    alternately: if the number of turns is n, the rank of turn t writes the tensors whose index
+    modulo n is t. Ranks without elements, and ranks whose piece ``source_rank`` writes, have 0, 0.
     """
     chosen = np.zeros((len(boxes), len(shapes), 2), np.int32)
     columns = np.cumsum([1 + 2 * len(shape) for shape in shapes.values()])[:-1]
@@ -176,7 +178,7 @@ def _choose(
         if fault := fault_of_cover(shape, parts):
             raise CheckpointError(
                 f"the pieces of a tensor on all ranks must contain each element once, but "
-                f"{fault} of {path} {list(shape)}; pass the correct piece on every rank"
+                f"for {path} {list(shape)} {fault}; pass the correct piece on every rank"
             )
     return chosen
 

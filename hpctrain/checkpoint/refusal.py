@@ -12,7 +12,8 @@ from hpctrain.core.errors import CheckpointError, MismatchError
 def explained(what: str) -> Iterator[None]:
     """Convert errors of files and memory in the block to CheckpointError "cannot ``what``".
 
-    ``what`` begins with a verb; "read" leads to the remedy to use another checkpoint.
+    ``what`` begins with a verb. If the verb is "read", the message suggests another checkpoint,
+    otherwise another directory.
     """
     try:
         yield
@@ -42,12 +43,12 @@ def mismatches() -> Iterator[None]:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return a CheckpointError for a changed file of a checkpoint."""
+    """Return the CheckpointError for a damaged file of a checkpoint."""
     return CheckpointError(
         f"checkpoint file {path} is damaged: {printable(what)}; use another checkpoint"
     )
 
 
 def printable(text: str) -> str:
-    """Return an untrusted text in one short line without control characters."""
+    """Return the first 400 characters of an untrusted text, with ``?`` for control characters."""
     return "".join(char if char.isprintable() else "?" for char in text[:400])

@@ -25,7 +25,7 @@ class Checksum(NamedTuple):
     """Checksum of the values of a replicated tensor."""
 
     value: int
-    device: str  # its kind; checksums of different kinds are not comparable
+    device: str  # device type, such as cuda; checksums of different types are not comparable
 
 
 def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]:
@@ -78,9 +78,9 @@ def difference(
     """Return the error for tensors that differ between ranks.
 
     Args:
-        values: checksum of each rank that holds the tensor, by name of the tensor.
+        values: by tensor name: the checksum of each rank that holds the tensor, by rank.
         num_found: number of tensors that were compared.
-        num_differ: number of tensors that differ; by default that of ``values``.
+        num_differ: number of tensors that differ; if 0, the number of tensors in ``values``.
     """
     names_of: dict[str, list[str]] = {}
     for name in list(values)[:MOST_NAMED]:

@@ -54,7 +54,7 @@ _REMEDY = (
 
 WHOLE_BYTES = MIB  # smaller tensors are not divided
 
-Parts = dict[int, Shard]  # part of one tensor that each rank writes
+Parts = dict[int, Shard]  # by rank: the part of one tensor that the rank writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveSource:
-    """Argument of ``write``: state or its copy, private values, and checksums."""
+    """Input of a save: the state or a copy of it, private values, and checksums."""
 
     state: Any
     private: Any
@@ -102,7 +102,7 @@ class _Contents:
         }
 
     def piece(self, path: str) -> Tensor:
-        """Elements of this rank's piece of a sharded tensor."""
+        """Return the elements of this rank's piece of a sharded tensor."""
         leaf = self.leaves[path]
         assert isinstance(leaf, TensorPiece)
         return leaf.tensor
@@ -122,25 +122,27 @@ def save(  # noqa: PLR0913 - all parts of a checkpoint
 ) -> Saved:
     """Write a checkpoint to disk atomically: a failed save leaves ``directory`` unchanged.
 
-    Collective. Needs no further memory if the tensors of the state are contiguous.
+    Collective. Needs no additional memory if the tensors of the state are contiguous.
 
     Args:
         directory: directory of this checkpoint; missing parents are created. An older checkpoint
             in ``directory`` is replaced.
         state: the same tree of plain values, tensors and pieces on every rank, with the same
-            bits: checksums are compared before the checkpoint is published. Tensors are written
-            once, each rank writes a part of them; pieces are written by a rank that has them.
+            bits: checksums are compared before the checkpoint is published. The ranks divide the
+            tensors, so that each tensor is written once. A piece that several ranks hold is
+            written by one of them.
         comm: the ranks that write.
         step: step of the state.
         private: values of each rank, such as random states; stored by rank.
-        facts: values for JSON, for example for checks before a load; the values of rank 0 are
-            stored.
+        facts: values to store as JSON, such as those to check before a load; the values of rank 0
+            are stored.
         guard: called on rank 0 before any file is written, and again before the checkpoint
             is published. A CheckpointError that it raises cancels the save.
         source_rank: write the plain values and tensors of this rank only. If this
             rank and other ranks hold the same piece, the copy of ``source_rank`` is written. The
             other ranks write all other pieces.
-        files: one file per node, or per rank. Ranks without node memory write one file each.
+        files: ``"node"`` for one file per node, ``"rank"`` for one per rank. Ranks without node
+            memory write one file each.
 
     Raises:
         CheckpointError: a value of the state is not supported, the ranks disagree or hold
@@ -171,7 +173,7 @@ class SaveOptions:
         checked("facts", self.facts, Mapping, CheckpointError)
 
     def lines(self) -> list[str]:
-        """Return the arguments that must be the same on every rank."""
+        """Return a line for each argument that must be the same on every rank."""
         return [f"{name} {getattr(self, name)}" for name in ("step", "source_rank", "files")]
 
 
@@ -181,7 +183,7 @@ def write(
     comm: Communicator,
     options: SaveOptions,
 ) -> Saved:
-    """Write a checkpoint of the source that ``take`` returns; see ``save``. Collective."""
+    """Write a checkpoint of the state that ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
     step, guard, source_rank = options.step, options.guard, options.source_rank
@@ -297,7 +299,8 @@ def divide(
     """Split tensors over the ranks so that each writes about the same number of bytes.
 
     The bytes of all tensors, in their order, are cut into equal parts. A cut inside a large tensor
-    moves to the next row, a cut inside a small tensor to its end.
+    moves to the nearest row; a small tensor is written by the rank that would write most of it.
+    Rows are slices of the first dimension that is larger than 1.
 
     ``tensors`` contains dtype and shape by path. ``source_rank``, if given, writes all tensors.
     """
@@ -339,7 +342,7 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int], first_rank
 def _share(
     contents: _Contents, parts: Mapping[str, Parts], written: Iterable[str], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-    """Return the tensors, and parts of tensors, that a rank writes, and which parts these are."""
+    """Return the tensors that a rank writes, by name, and the shards of those that are parts."""
     share = {path: contents.piece(path) for path in written}
     shards = contents.pieces
     for path, of_ranks in parts.items():
@@ -352,9 +355,10 @@ def _share(
 def _places(
     comm: Communicator, specs: Iterable[str], share: Mapping[str, Tensor], file: int
 ) -> list[tuple[int, int]]:
-    """Return the first and the last file with parts of each tensor. Collective.
+    """Return for each tensor the first and the last file that contain parts. Collective.
 
-    Costs one all-reduce, whose size does not depend on the number of ranks.
+    ``file`` and the results are first ranks of files. Costs one all-reduce, whose size does not
+    depend on the number of ranks.
     """
     none = -comm.size, 0
     ends = [(-file, file) if path in share else none for path in specs]
@@ -386,7 +390,7 @@ def _manifest(
 
 
 def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
-    """Create a folder next to a checkpoint for its files; remove folders of killed saves.
+    """Create a temporary folder next to ``directory``; remove folders of killed saves.
 
     The name is random, so that the files of a concurrent job are separate.
     """

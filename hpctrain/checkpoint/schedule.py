@@ -8,7 +8,7 @@ from hpctrain.core.units import parse_seconds
 from hpctrain.cost.failures import daly
 
 _COSTS_KEPT = 5
-"""Checkpoints whose median cost counts: one slow write does not change the interval."""
+"""Number of costs whose median gives the interval: one slow write does not change it."""
 
 
 class CheckpointSchedule:
@@ -20,7 +20,7 @@ class CheckpointSchedule:
     Args:
         every: as for ``Manager``.
         mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
-        now: the clock, in seconds; intervals start here.
+        now: time in seconds at which the first interval starts.
 
     Raises:
         ConfigError: ``every`` is invalid, or ``"auto"`` lacks ``mtbf_s``.

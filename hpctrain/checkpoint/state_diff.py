@@ -39,7 +39,7 @@ class Difference:
     path: str  # path of the tensor or plain value, such as ``model/0.weight``
     what: str
     """Kind of the difference: ``values``, ``shape``, ``dtype``, ``missing`` or ``plain``. The
-    kinds ``time`` (measured durations) and ``records`` (number of records) are no results."""
+    kinds ``time`` (measured durations) and ``records`` (number of records) are not results."""
     text: str  # human-readable, in one line
     num_different: int = 0  # elements whose bits differ; 0 unless ``what`` is ``values``
     max_abs: float = 0.0  # largest difference of two finite elements
@@ -77,9 +77,9 @@ def leaves(state: object, *at: str) -> dict[str, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the differences of values by path, in the order of ``a``, then of paths only in ``b``.
+    """Yield the differences of values by path: in the order of ``a``, then paths only in ``b``.
 
-    Bits are compared: two equal NaN are the same, 0.0 and -0.0 are not, nor are 1 and 1.0.
+    Bits are compared: NaNs of equal bits are the same, but 0.0 and -0.0 differ, as do 1 and 1.0.
     """
     for path, value in a.items():
         if path not in b:
@@ -146,7 +146,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two finite numbers."""
+    """Return the largest finite difference of elements of ``a`` and ``b`` at equal positions."""
     if not a.dtype.is_floating_point:
         # Use Python integers, because differences of uint64 fit no dtype of torch.
         pairs = zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)

@@ -165,8 +165,8 @@ def run(options: StudyOptions) -> None:
     SIGINT, SIGTERM or SIGHUP ends the study and the ranks of the present point, which is not
     recorded. The same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
-    1. The study stops if three attempts in a row fail with the same error and the points are not
-    the cause, because no point has ever succeeded, or because these points succeeded before.
+    1. The study stops if three attempts in a row fail with the same error that the points cannot
+    cause: no point has ever succeeded, or these points have succeeded before.
 
     Relative paths start at the current directory. The modules that a TOML file names are first
     searched next to this file.

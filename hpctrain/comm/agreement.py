@@ -26,8 +26,8 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
     """Raise on all ranks at the end of the block if any rank has raised in the block.
 
     The end of the block is collective. Collectives in the block must raise on all ranks or on
-    none. A rank re-raises its own error if the error is no ``HpctrainError``, or is an ``error``
-    and has the same text on all ranks.
+    none. A rank re-raises its own error if the error is no ``HpctrainError``, or if its class is
+    ``error`` and its text is the same on all ranks.
 
     Args:
         comm: the ranks.
@@ -77,7 +77,7 @@ def is_any(comm: "Communicator", *, mine: bool) -> bool:
 
 
 def maxima(comm: "Communicator", numbers: list[int]) -> list[int]:
-    """Return the element-wise maximum of ``numbers``, below 2^63, over all ranks. Collective."""
+    """Return the element-wise maximum over all ranks of ``numbers`` below 2^63. Collective."""
     if comm.size == 1:
         return numbers
     import torch  # noqa: PLC0415 - slow, and commands for one process need no torch
@@ -137,8 +137,7 @@ def require_equal(
         remedy: remedy, for the message.
 
     Raises:
-        MismatchError: texts differ; the message contains, for each rank or for some ranks, the
-            first text that differs.
+        MismatchError: texts differ; the message contains the first text that differs, by rank.
     """
     if not is_equal(comm, list(lines)):
         require_equal_by(comm.allgather_object, lines, what, remedy)

@@ -175,8 +175,8 @@ class Blocks:
         """Report a long wait at the end of a block; check the reports of other ranks.
 
         Raises:
-            RankLostError: another rank has left by an error a block that this rank is in, or waits
-                at the end of such a block after fewer steps than this rank.
+            RankLostError: another rank has left a block of this rank by an error, or waits at the
+                end of such a block after fewer steps than this rank.
         """
         now = time.monotonic()
         if self._ending is not None and now - self._ending[1] >= BREAK_S:
@@ -184,7 +184,7 @@ class Blocks:
             self._ending = number, math.inf
             self._reports.send(AT_END, f"{number} {self._within[number].count_steps()}")
         for number, (since, reason) in list(self._broken.items()):
-            # If the program does not catch the error, all ranks end before, with more details.
+            # Unless that rank catches its error, all ranks end before, with more details.
             if number in self._within and now - since > BREAK_S:
                 raise RankLostError(
                     f"all ranks must leave a block together, but {reason}, and rank {self._rank} "

@@ -136,7 +136,7 @@ def _make_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
             refusal, cause = str(error), error
     raise CommError(
         f"HPCTRAIN_DEVICE_SUMS=nccl can only be set if NCCL can sum the gradients, but NCCL "
-        f"cannot: {refusal}; otherwise set HPCTRAIN_DEVICE_SUMS=auto"
+        f"cannot: {refusal}; set HPCTRAIN_DEVICE_SUMS=auto"
     ) from cause
 
 

@@ -24,7 +24,7 @@ class Device:
         device: the accelerator.
     """
 
-    keeps_apart = "processes cannot share its memory"
+    keeps_apart = "processes cannot share memory of this device type"
     """Reason why processes cannot share memory of the device; empty if they can."""
     without_nccl = "NCCL requires CUDA"
     """Reason why NCCL cannot sum on the device; empty if it can."""

@@ -115,7 +115,7 @@ class FlightRecorder:
 
 
 def is_collective(name: str) -> bool:
-    """Return True if ``name`` names a recorded collective, False if it names a named operation."""
+    """Return True for the name of a recorded collective, False for that of a named operation."""
     return _NAME.match(name) is not None
 
 

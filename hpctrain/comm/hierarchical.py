@@ -253,7 +253,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         def summed() -> Iterator[Tensor]:
             for number, chunk in enumerate(chunks):
                 bucket = slots.enter_at(number, chunk)
-                leave()  # all ranks of the node passed the barrier with the same chunks reduced
+                leave()  # all ranks of the node had reduced these chunks when they synchronized
                 entered.append((chunk, bucket))
                 yield self._sum_on_node(bucket, how, early)
 

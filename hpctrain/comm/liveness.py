@@ -73,8 +73,8 @@ class Liveness:
         A waiting loop may call this method in every iteration, since most calls return early.
 
         Args:
-            partners: world ranks that this rank waits for, None for all. It is no error that
-                another rank has left the program, but always an error that a rank has died.
+            partners: world ranks that this rank waits for, None for all. Other ranks may have left
+                the program, but an error is raised if any rank has died.
 
         Raises:
             RankLostError: a rank of this node died, a partner left, or another rank has left a
@@ -141,8 +141,8 @@ class Liveness:
     ) -> None:
         """Report to other ranks that a communicator has failed; see ``Notices``. Not collective.
 
-        In a small world each rank reports to all ranks, so that this rank does not forward the
-        failures of other ranks.
+        In a small world each rank reports its own failures to all ranks, so that this rank does
+        not forward a failure of another rank.
         """
         is_own = failed_on is None
         if is_own and isinstance(sys.exc_info()[1], KeyboardInterrupt):  # the error of the call

@@ -38,7 +38,7 @@ Listener = Callable[[ObservedCall], object]
 
 
 def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
-    """Return a communicator that reports calls of ``comm``; ``comm`` itself without listeners."""
+    """Return a communicator that reports calls of ``comm``; ``comm`` if there is no listener."""
     present = [listener for listener in listeners if listener is not None]
     if not present:
         return comm

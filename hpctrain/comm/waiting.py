@@ -109,7 +109,7 @@ def wait_request(
 
 
 FindLost = Callable[[Collection[int] | None], None]
-"""Raises ``RankLostError`` if one of the given ranks is lost, None for all: ``Liveness.check``."""
+"""Raises ``RankLostError`` if one of the given ranks is lost; None means all ranks."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Watch:
         self._has_lost = False  # whether a lost rank was detected
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
-        """Return a watch for a group of ``ranks``, which ignores that other ranks leave.
+        """Return a watch for a group of ``ranks``; other ranks may leave without an error.
 
         Args:
             ranks: ranks in the communicator of this watch.

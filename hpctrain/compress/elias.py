@@ -90,7 +90,7 @@ class Reader:
         return gap, level
 
     def gap_at(self, streams: Integers) -> Integers:
-        """Decode the next integer, such as a gap, of each block with an index in ``streams``."""
+        """Decode the next integer of each block; ``streams`` are the block indices."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
         while len(going):
@@ -108,7 +108,7 @@ class Reader:
         return numbers
 
     def level_at(self, streams: Integers) -> Integers:
-        """Decode the next signed level of each block with an index in ``streams``."""
+        """Decode the next signed level of each block; ``streams`` are the block indices."""
         signs = 1 - 2 * self._bit(streams)
         self.positions[streams] += 1
         return signs * self.gap_at(streams)

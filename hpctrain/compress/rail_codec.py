@@ -331,7 +331,7 @@ def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:
 
 
 def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[CodedTensor]:
-    """Return the tensors that ``rail`` sends; rails have similar numbers of elements."""
+    """Return the tensors that ``rail`` sends, if each tensor is sent whole by one of the rails."""
     loads, mine = [0] * num_rails, []
     for slot in sorted(slots, key=lambda slot: -slot.numel):
         least = loads.index(min(loads))

@@ -42,10 +42,10 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 
 
 def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
-    """Return the samples that training with ``batch`` needs to reach a given loss.
+    """Return the number of samples with which training reaches a given loss, for a batch size.
 
-    Training with very small batches needs ``samples`` samples. A batch of ``noise_scale`` samples
-    doubles this number (equation 2.11).
+    This number is ``samples`` for a very small ``batch``, and twice as large if ``batch`` is
+    ``noise_scale`` (equation 2.11).
     """
     return samples * (1 + batch / noise_scale)
 

@@ -55,7 +55,7 @@ class SampleCount:
 
     @property
     def rest(self) -> float:
-        """Factor of this rank's gradient after the agreement: a power of two, at most 1."""
+        """Additional factor of this rank's gradient after the agreement: 2^-n with n >= 0."""
         is_known = not self.average or not self.weight
         return 1.0 if is_known else 2.0 ** (exponent_of(self.weight) - self.exponent)
 

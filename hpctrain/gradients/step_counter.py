@@ -130,13 +130,14 @@ class StepCounter:
         weight: float = 1.0,
         needs_all: bool = False,
     ) -> StepMessage:
-        """Return ``message`` with header and weight facts.
+        """Return ``message`` with the header and the facts about weights added.
 
         Args:
-            message: message of the exchange, without header and weight facts.
-            slots: gradients of this rank, to compare the first gradients of the ranks.
+            message: message of the exchange, without these two records.
+            slots: gradients of this rank; their checksum is sent in the first step, so that the
+                ranks compare their first gradients.
             weight: weight of this rank's gradient.
-            needs_all: whether it is an error if another rank has joined.
+            needs_all: whether it is an error if another rank has called ``join``.
         """
         step, is_first, self._is_first = self.number, self._is_first, False
         is_fresh = not message.gradients.outdated

@@ -33,7 +33,7 @@ class StepHeader:
     skipped: int = 0
     """Checksum of the steps that this rank skipped after their gradients were averaged."""
     may_skip_alone: bool = False  # whether ``skipped`` can differ between ranks
-    needs_all: bool = False  # whether it is an error if another rank has joined
+    needs_all: bool = False  # whether it is an error if another rank has called ``join``
     weight: float = 1.0  # weight of this rank's gradient
     loss: float = 0.0  # mean loss over the samples of this rank
     flags: int = 0  # bits that this rank raises

@@ -93,7 +93,7 @@ class StepValues:
             self._put(entry, counter)
 
     def _put(self, entry: int, value: Tensor) -> None:
-        """Set the value of an entry; restore the tensor of a buffer that the model replaced."""
+        """Set the value of an entry; undo the replacement of a buffer by another tensor."""
         if entry < len(self._parameters):
             self._parameters[entry].grad = value
             return

@@ -89,8 +89,8 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
     found = libmpi_of(maps.splitlines())
     if not found:
         raise LaunchError(
-            f"mpi4py of {sys.prefix} must load a file named libmpi, but its memory maps have "
-            f"none; select the interface manually, such as `srun --mpi=pmix`"
+            f"mpi4py of {sys.prefix} must load a file named libmpi, but has loaded no such file; "
+            f"select the interface manually, such as `srun --mpi=pmix`"
         )
     vendor, number = parse_version(version)
     return Mpi(library=found[0], vendor=vendor, version=number)

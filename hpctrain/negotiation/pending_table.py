@@ -89,9 +89,9 @@ OWN = 0  # the source that is this rank; its children are sources 1, 2, ...
 class PendingTable:
     """Counts announcements by source; a source is this rank or the subtree of a child.
 
-    Operations with a number and its signature are bits; other operations are stored by name, with
-    the ranks of each signature. ``take()`` returns each operation once, as soon as every source
-    has announced the operation or has joined.
+    If an operation has a number and the signature that is stored for this number, its announcement
+    is a bit. Other operations are stored by name, with the ranks of each signature. ``take()``
+    returns each operation once, as soon as every source has announced the operation or has joined.
 
     Args:
         rank: this rank.

@@ -359,10 +359,10 @@ class StallWatch:
     def answer_to(
         self, now: float, question: Question, oldest: Mapping[str, float], *, joined: bool = False
     ) -> None:
-        """Store the answer of this rank to a question, also to this rank's own question.
+        """Store this rank's answer to a question, which another rank or this rank has asked.
 
-        Questions of this rank about the same operations are postponed. A rank that has
-        ``joined`` contributes to every named operation, so no named operation is missing.
+        This rank then asks no question about the same operations for some time. With ``joined``,
+        this rank lacks no named operation, because it contributes to all of them by zeros.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._mark(now, question.ages_s, oldest)

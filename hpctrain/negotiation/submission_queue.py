@@ -54,7 +54,7 @@ class SubmissionQueue:
                 self.submit_held()
 
     def submit_held(self) -> None:
-        """Submit the held operations whose name no operation in flight uses."""
+        """Submit each held operation unless an operation in flight has the same name."""
         if not self.held:
             return
         with self._numbering:

@@ -215,6 +215,6 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:
-    """Return the rank of a stage: round robin; in reverse for the second stages of ``zbv``."""
+    """Return the rank of a stage: stages are assigned round robin, or as a V with ``zbv``."""
     there = stage % size
     return size - 1 - there if schedule == "zbv" and stage >= size else there

@@ -74,7 +74,7 @@ class Rebuild:
         return left
 
     def follow(self, left: list[_Registered]) -> None:
-        """Store objects of the previous world until ``move``. Not collective."""
+        """Store the objects that ``leave`` returned in the previous world, for ``move``. Local."""
         self._left_behind = left
 
     def move(self) -> None:

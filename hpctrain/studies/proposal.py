@@ -129,7 +129,7 @@ class Proposal:
         return {n: ScalingLimit.of(each, compare, required) for n, each in self.curves.items()}
 
     def training_s(self, summary: PointSummary) -> float | None:
-        """Return the seconds of the training to which costs refer; None if unknown."""
+        """Return the seconds of the training whose cost is reported; None if unknown."""
         if self._by_target:
             found = summary.median_of("time_to_target_s")
             return None if found is None else found.value

@@ -148,7 +148,7 @@ class AsyncExchange(OwnStepsExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each part of a run."""
+        """Entries for the first record of each ``RunPart``."""
         sync = self.config.sync
         return {"sync": {"method": sync.method, "staleness": sync.staleness}}
 

@@ -234,7 +234,9 @@ class StepGuard:
             logger.warning(f"{place}: {what}: {done}; metrics.jsonl has the samples")
 
     def end(self) -> None:
-        """Stop if a local step of any rank was not finite. Collective in that case.
+        """Stop all ranks if a local step of any rank was not finite.
+
+        All ranks know this from ``raised_flags``; the call is collective only if they stop.
 
         Raises:
             NotFiniteError: a local step was not finite; on all ranks.

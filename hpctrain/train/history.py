@@ -190,7 +190,7 @@ class RunHistory:
 
 
 def number(value: float | None) -> str:
-    """Format a loss or a metric; records store a value that is not finite as null."""
+    """Format a loss or a metric; ``value`` is None, from null in a record, if it is not finite."""
     return "not finite" if value is None else f"{value:.4f}"
 
 

@@ -208,7 +208,7 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each part of a run."""
+        """Entries for the first record of each ``RunPart``."""
         sync = self.config.sync
         entries = {"steps": sync.steps, "compression": sync.compression}
         return {"sync": {"method": sync.method, **entries}}

@@ -102,7 +102,7 @@ class ReproducibleExchange(StepExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each part of a run."""
+        """Entries for the first record of each ``RunPart``."""
         return {"reproducible": self.method.facts}
 
     def describe(self) -> list[tuple[str, str]]:

@@ -410,7 +410,7 @@ class StepExchange:
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each part of a run."""
+        """Entries for the first record of each ``RunPart``."""
         return {"layout": self.layout} if self.layout else {}
 
     @property

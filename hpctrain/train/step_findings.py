@@ -62,7 +62,7 @@ class StepFindings:
         self._of_last = finding
 
     def note_last(self) -> None:
-        """Use the last taken step as the finding of this rank. Local."""
+        """Store the description of the last taken step as the finding of this rank. Local."""
         assert self._of_last is not None
         self.own = self._of_last()
 

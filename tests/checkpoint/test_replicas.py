@@ -366,7 +366,7 @@ def test_an_invalid_division_is_named_with_its_first_tensor(comm):
     rows = Shard((comm.size, 3), (comm.rank, 0), (1, 3))
     same = Shard((comm.size, 3), (0, 0), (1, 3))
     pieces = {"a": rows, "b": same, "c": rows, "d": same}
-    match = rf"the parts hold 3 of {3 * comm.size} elements of b \[{comm.size}, 3\]"
+    match = rf"for b \[{comm.size}, 3\] the parts hold 3 of {3 * comm.size} elements"
     with pytest.raises(CheckpointError, match=match):
         PiecePlan.of(comm, pieces, None)
 

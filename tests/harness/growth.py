@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-MAX_SLOPE = 1.1  # log2 of the growth when the number of ranks doubles, for linear functions
+MAX_SLOPE = 1.1  # limit of ``slope`` for functions that may grow linearly
 
 
 def num_operations(function: Callable[[], object]) -> int:
@@ -35,5 +35,5 @@ def slope(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def slope_of(work: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> float:
-    """Return the exponent of the growth of ``work(size)``, a function without arguments."""
+    """Return the exponent of the growth of the operations of function ``work(size)`` with size."""
     return slope([(size, num_operations(work(size))) for size in sizes])

@@ -26,7 +26,7 @@ HANG_S = float(os.environ.get("TEST_HANG_S", "60"))
 """Limit of a test without the marker ``limit``; 0 disables the limit, for a debugger."""
 
 LAUNCHES = 3
-"""Factor on the limit of tests that start ranks: imports are slow when several tests do so."""
+"""Factor on the limit of tests that start ranks: concurrent imports are slow."""
 
 SOON_S = 3.0
 """Time that the other ranks get to finish the test after one rank has failed."""

@@ -156,7 +156,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if sizes_of(item) != (1,) and not names_ranks(item.path):
             raise pytest.UsageError(
                 "a file with tests on several ranks must contain `ranks(` or a decorator in "
-                f"capitals, but that of {item.nodeid}, on {sizes_of(item)} ranks, has neither; "
+                f"capitals, but the file of {item.nodeid} ({sizes_of(item)} ranks) has neither; "
                 "add one, because launches on several ranks skip other files"
             )
     mark_sweeps(items)

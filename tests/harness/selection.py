@@ -61,7 +61,7 @@ def _of_other_sizes(items: list[pytest.Item], size: int) -> set[str]:
 
 
 def _cases(items: Iterable[pytest.Item]) -> Iterator[tuple[tuple[int, ...], list[pytest.Item]]]:
-    """Return the cases of each parametrized test, with the world sizes on which they run."""
+    """Yield the world sizes and the cases of each parametrized test."""
     tests: dict[tuple[str, tuple[int, ...]], list[pytest.Item]] = defaultdict(list)
     for item in items:
         name, bracket, _ = item.nodeid.partition("[")

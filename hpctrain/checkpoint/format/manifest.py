@@ -26,7 +26,8 @@ from hpctrain.core.units import GIB
 
 NAME = "manifest.json"
 VERSION, READER = 3, "1.0"
-"""Newest version. In version 2 ranks share files, and in version 1 each rank has a file."""
+"""Newest version of the format, and the first hpctrain that reads it. In version 1 each rank has
+a file; since version 2 ranks share files."""
 
 PRIVATE = "%private"
 """Prefix of private values in the file of a rank; no path of a state has it."""
@@ -92,9 +93,9 @@ class CheckpointManifest:
     tensors: dict[str, Record]
     """Tensors of the state, by path, which is also their name in the files."""
     files: tuple[FileRecord, ...] = ()
-    """Files, ordered by first rank; empty in versions 1 and 2, which list all parts here."""
+    """Files, ordered by first rank; empty in versions 1 and 2, whose records list all parts."""
     private: Mapping[int, dict[str, Record]] = field(default_factory=dict)
-    """Of versions 1 and 2: tensors of each rank that has private values, by name in its file."""
+    """Only in versions 1 and 2: private tensors of each rank that has any, by name in its file."""
 
     @property
     def first_ranks(self) -> list[int]:
@@ -224,12 +225,12 @@ def read_bytes(directory: Path | str) -> bytes:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file of a rank and of the ranks that share its file."""
+    """Return the name of the file whose first rank is ``rank``."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def entry_name(name: str, rank: int, first_rank: int) -> str:
-    """Return the name of a tensor of ``rank`` in the file of ``first_rank``."""
+    """Return the name in the file of ``first_rank`` for tensor ``name`` of ``rank``."""
     return name if rank == first_rank else f"%rank-{rank}/{name}"
 
 
@@ -245,7 +246,7 @@ def runs_of(ranks: Iterable[int]) -> tuple[range, ...]:
 
 
 def split_entry(entry: str, first_rank: int) -> tuple[str, int]:
-    """Return name and rank of the tensor ``entry`` of the file of ``first_rank``."""
+    """Return the arguments ``name`` and ``rank`` for which ``entry_name`` returns ``entry``."""
     if not (match := _OF_RANK.fullmatch(entry)):
         return entry, first_rank
     return match[2], int(match[1])
@@ -310,7 +311,7 @@ def _listed(given: Mapping[str, Any]) -> Record:
 
 
 class _PrivateRecords(Mapping[int, dict[str, Record]]):
-    """Private tensors of the ranks, parsed when they are used: a rank requires its own only.
+    """Private tensors by rank, parsed when a rank is looked up, as most ranks are not needed.
 
     Raises ``CheckpointError``: the records of a rank are not valid.
     """
@@ -340,7 +341,7 @@ class _PrivateRecords(Mapping[int, dict[str, Record]]):
 
 @contextmanager
 def valid(path: Path) -> Iterator[None]:
-    """Raise ``CheckpointError`` if the block finds that the file at ``path`` is not valid."""
+    """Convert errors of the block, which parses the file at ``path``, to ``CheckpointError``."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -368,7 +369,7 @@ def _record(path: str, given: Mapping[str, Any], world: int, files: Sequence[int
         for part, rank in zip(given["parts"], ranks, strict=True)
     )
     if fault := fault_of_cover(shape, [part.shard for part in parts]):
-        raise ValueError(f"{fault} of {path}")
+        raise ValueError(f"{path}: {fault}")
     return Record(dtype, shape, parts)
 
 
@@ -398,5 +399,5 @@ def part_of(
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"numbers must be integers at least 0, got {str(value)[:40]}")
+        raise ValueError(f"a number must be an integer of at least 0, got {str(value)[:40]}")
     return value

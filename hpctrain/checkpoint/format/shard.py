@@ -113,7 +113,7 @@ def fault_of_cover(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
     dims = [
         dim for dim, size in enumerate(shape) if any(shard.shape[dim] != size for shard in filled)
     ]
-    # Boxes cover the tensor once if and only if all their corners cancel but those of the tensor.
+    # Boxes cover the tensor once if and only if their corners cancel, except those of the tensor.
     if 1 << len(dims) <= len(filled) and _corners(filled, dims) == _corners(
         [Shard.whole(shape)], dims
     ):
@@ -122,9 +122,10 @@ def fault_of_cover(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
 
 
 def _corners(shards: Sequence[Shard], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """Return the coefficients of the mixed differences of the sum of indicator functions.
+    """Return the sum of the signs of all boxes at each corner, without zeros.
 
-    A corner counts 1, or -1 if it is the end of a box in an odd number of ``dims``.
+    The sign of a corner is -1 if it is at the end of the box in an odd number of ``dims``, and 1
+    otherwise. These are the mixed differences of the sum of the indicator functions.
     """
     found: dict[tuple[int, ...], int] = {}
     for shard in shards:

@@ -13,7 +13,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
 
 _PIECE_BYTES = 64 << 20
-"""Bytes of one copy from a device, or from memory that is not contiguous."""
+"""Bytes copied at a time from a device, or from memory that is not contiguous."""
 
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements are read as int64
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -139,7 +139,7 @@ def _digest(path: str, value: Any) -> bytes:
 
 
 def _head(path: str, value: Any) -> bytes:
-    """Return the bytes to hash for a leaf; for a tensor path, dtype and shape, no elements."""
+    """Return path, type and value of a leaf as bytes; for tensors, shape instead of elements."""
     if isinstance(value, Tensor):
         return repr((path, str(value.dtype), tuple(value.shape))).encode()
     plain = value.hex() if isinstance(value, float) else value

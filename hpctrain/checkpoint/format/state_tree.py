@@ -20,18 +20,18 @@ _LIKE_INT = re.compile(r"-?\d+")
 def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
     """Return the tensors and pieces of a state by path, and all other values as JSON.
 
-    A path joins the keys and indices of a tensor, such as ``optimizer/state/0/exp_avg``. In
-    keys, ``/`` and ``%`` are escaped as ``%2F`` and ``%25``; the first character is escaped
-    if a text key looks like an integer. Raises ``CheckpointError``, with path and type: the state
+    A path joins the keys and indices that lead to a tensor, such as ``optimizer/state/0/exp_avg``.
+    In keys, ``/`` and ``%`` are escaped as ``%2F`` and ``%25``; the first character is escaped if
+    a text key looks like an integer. Raises ``CheckpointError``, with path and type: the state
     contains a value other than None, bool, int, float, str, bytes, tensors, pieces, and lists,
-    tuples and dicts (by str or int) of these.
+    tuples and dicts (with str or int keys) of these.
     """
     leaves: dict[str, Tensor | TensorPiece] = {}
     return leaves, _take(state, (), leaves)
 
 
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
-    """Rebuild a state from a skeleton, which may be untrusted.
+    """Rebuild a state from a skeleton, which may be untrusted, and ``tensor_of(path)``.
 
     Raises ``CheckpointError``: the skeleton is invalid.
     """
@@ -81,7 +81,7 @@ def _take_plain(value: Any, at: tuple[str, ...]) -> Any:
     if kind is int:
         return value if -_INT64 <= value < _INT64 else {"int": hex(value)}
     if kind is float:
-        # The shortest decimal form of a finite float is exact, and JSON has no others.
+        # The shortest decimal form of a finite float is exact. JSON has no inf and nan.
         return value if abs(value) < float("inf") else {"float": value.hex()}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
@@ -173,7 +173,7 @@ def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def lines(state: object) -> list[str]:
     """Return a line for every plain value and container, to compare states between ranks.
 
-    Containers follow the values, so that the first line that differs names a missing value.
+    Lines of values precede lines of containers, so that the first difference names a value.
     """
     values: list[str] = []
     containers: list[str] = []

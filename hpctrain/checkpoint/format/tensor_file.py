@@ -47,7 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Raise ``CheckpointError`` for a tensor without values, not dense, or of an unknown dtype."""
+    """Raise ``CheckpointError`` unless a tensor is dense, has values and has one of ``DTYPES``."""
     if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         found = "a nested tensor" if tensor.is_nested else tensor.layout
         raise CheckpointError(
@@ -78,10 +78,10 @@ class EntrySpec(NamedTuple):
 def write(
     path: Path, tensors: Mapping[str, Tensor], specs: Sequence[EntrySpec]
 ) -> dict[str, list[int]]:
-    """Write tensors to their places in a file, and return the crc32 of each block by their name.
+    """Write tensors to their places in a file, and return the crc32 of each block, by name.
 
-    Several ranks may write one file concurrently; then one of them calls ``write_header``. Returns
-    when the tensors are on disk.
+    Several ranks may write one file concurrently. Afterwards one of them calls
+    ``write_header``. Returns when the tensors are on disk.
 
     Args:
         path: the file, created unless it exists.
@@ -100,7 +100,7 @@ def write(
 
 
 def write_header(path: Path, specs: Sequence[EntrySpec], crcs: Mapping[str, Sequence[int]]) -> int:
-    """Write the header of a file that has all tensors, and return the crc32 of the header."""
+    """Write the header of a file after its tensors, and return the crc32 of the header."""
     header, _ = _header(specs, crcs)
     with _written(path) as descriptor:
         _write_all(descriptor, memoryview(header), 0)
@@ -121,9 +121,9 @@ def _written(path: Path) -> Iterator[int]:
 def _header(
     specs: Sequence[EntrySpec], crcs: Mapping[str, Sequence[int]]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file, and the place of each tensor in the file.
+    """Return the header of a file, and the byte offset of each tensor in the file, by name.
 
-    The length of the header does not depend on ``crcs``, which may be missing.
+    The length of the header does not depend on ``crcs``, which may be empty.
     """
     header: dict[str, Any] = {"__metadata__": {}}
     places, end = {}, 0
@@ -144,7 +144,7 @@ def _header(
 
 
 def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """Return dtype and shape for the header of the file; the dtype has its safetensors name."""
+    """Return the safetensors name of a dtype, and the shape, as in the header of a file."""
     if dtype in _SAFETENSORS:
         return _SAFETENSORS[dtype], list(shape)
     return "U8", [*shape, DTYPES[dtype].itemsize]
@@ -182,7 +182,7 @@ class TensorFile:
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
-        self.metadata: dict[str, str] = {}  # text of each tensor, as in the header
+        self.metadata: dict[str, str] = {}  # metadata of each tensor in the header, as text
         self.header_crc = 0
         self._entries = dict(self._read_header())
 
@@ -251,7 +251,7 @@ class TensorFile:
             yield name, entry
         if 8 + length + end != size:
             raise self._fault(
-                f"by its header the file must have {8 + length + end} bytes, but it has {size}"
+                f"its header requires a file of {8 + length + end} bytes, but it has {size}"
             )
 
     def _entry(self, record: Any, end: int, origin: int) -> _Entry:

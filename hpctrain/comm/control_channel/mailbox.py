@@ -114,7 +114,7 @@ class NodeChannel(NamedTuple):
     plan: "Plan"
     network: "Network | None" = None  # sends messages to other nodes
     rank: int = 0  # this rank, in the communicator
-    leaders: Sequence[int] = ()  # first rank of each node; empty on other ranks, or on one node
+    leaders: Sequence[int] = ()  # first ranks of all nodes; empty on other ranks or on one node
     count_sent: Callable[[int], object] = int  # counts bytes sent to other nodes
     kernel: "Kernel | None" = None  # uses the words and doorbells, if there is one node
 

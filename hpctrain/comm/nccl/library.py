@@ -32,7 +32,7 @@ class _Id(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """Configuration of a communicator in NCCL 2.18; later versions leave newer fields unset."""
+    """Configuration of a communicator in NCCL 2.18; later versions add fields with defaults."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),

@@ -28,11 +28,11 @@ BUCKET, DIRECT, SLICES = range(1, 4)
 """Kinds of sums: buckets; values that every rank sums; values of which every rank sums a slice."""
 
 Sum = Callable[[int, int, Any], int]
-"""A prepared sum; the method that returns the sum documents the arguments of its calls."""
+"""A prepared sum; the method that returns such a function documents its arguments."""
 
 
 class ReductionStruct(ctypes.Structure):
-    """A prepared sum, passed to C as one argument: each argument takes as long as a short sum."""
+    """Arguments of a prepared sum; passing them to C one by one would take longer than the sum."""
 
     _fields_ = (
         ("call", ctypes.c_int64),  # the number that ranks compare
@@ -138,9 +138,9 @@ class Kernel:
     def sum_of(self, kind: int, call: int, dtype: int, numel: int, scale: float | None) -> Sum:
         """Return a function that begins a sum in place and returns the result, such as ``DONE``.
 
-        The arguments of the function are the turn; whether sums that are not finite are counted;
-        and the address of the contiguous values or, for ``BUCKET``, an array with the address of
-        the bucket of each rank.
+        The arguments of the function are the turn, 0 or 1, see ``SharedMemory``; whether sums that
+        are not finite are counted; and the address of the contiguous values or, for ``BUCKET``, of
+        an array with the address of the bucket of each rank.
 
         Args:
             kind: ``BUCKET``, ``DIRECT`` or ``SLICES``.

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 OVERSUBSCRIBED = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
 """Pace if ranks outnumber cores: a rank that yields its core resumes sooner than a sleeping
 rank."""
-FEW = 8  # ranks that wait for each other in one round; posts to all then take less than rounds
+FEW = 8  # largest number of ranks for one round, which is faster than several for few ranks
 
 
 class NodeBarrier:
     """Barrier of the ranks that map ``segments``.
 
     Up to ``FEW`` ranks have one round: each rank posts the semaphores of all other ranks, and
-    waits for as many posts of its own. With more ranks, in round k rank r posts the semaphore of
-    rank r + 2^k and waits for the post of rank r - 2^k, modulo n: ceil(log2 n) rounds. A
-    semaphore counts posts, so a post of the next barrier is not lost: a rank posts it only after
-    all ranks have begun this barrier. All ranks must have created the barrier before any waits.
+    waits for one post of its own semaphore by each of them. With more ranks, in round k rank r
+    posts the semaphore of rank r + 2^k and waits for the post of rank r - 2^k, modulo n:
+    ceil(log2(n)) rounds. A semaphore counts posts, so a post of the next barrier is not lost: a
+    rank posts it only after all ranks have begun this barrier. All ranks must have created the
+    barrier before any waits.
 
     Args:
         segments: zeroed memory of each rank, by rank.

@@ -95,7 +95,7 @@ class Region:
                 file.readinto(kinds.data)
         except OSError:  # not available on this system
             return False
-        kinds >>= np.uint64(61)  # left are the bits: of a file, swapped, present
+        kinds >>= np.uint64(61)  # the bits that remain: of a file, swapped, present
         return bool(((kinds > 1) & (kinds & np.uint64(1) == 0)).any())
 
     def forget_stores(self) -> None:

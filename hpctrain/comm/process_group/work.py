@@ -331,7 +331,7 @@ class Message(Base):  # type: ignore[misc]
         return self.is_completed()
 
     def source_rank(self) -> int:
-        """Return the rank that sends or receives the message; -1 if not yet known."""
+        """Return the rank at the other end of the message; -1 if not yet known."""
         return -1 if self._transfer.partner is None else self._transfer.partner
 
     _source_rank = source_rank

@@ -58,7 +58,7 @@ def receives(
     """Post receives for ``expected``; yield each transfer, in order, for the caller to finish.
 
     The next ``ahead`` receives are always posted, so that messages arrive while the caller
-    computes. A message may use the tensor of the message ``ahead`` positions before, since the
+    computes. A message may use the tensor of the message ``ahead`` positions earlier, since the
     later receive is posted only when the caller requests the next transfer.
     """
 

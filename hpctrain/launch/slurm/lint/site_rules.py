@@ -43,7 +43,7 @@ def node(script: BatchScript) -> Iterator[Fault]:
 
 
 def step_options(script: BatchScript) -> Iterator[Fault]:
-    """Find steps without the options of srun, or without the binding, of the site."""
+    """Find steps that lack srun options of the site, or a binding to the cores near the GPU."""
     site, shape = _site(script), _node(script)
     is_per_gpu = tasks_per_node(script) == gpus_per_node(script) == len(shape.gpu_cores)
     for step in script.rank_steps:
