@@ -187,6 +187,13 @@ def test_memory_of_a_node_and_hardware_threads_of_its_cores_follow_the_profile()
     assert "must name an account such as m1234_g; add --account" in notes
 
 
+def test_a_job_on_jupiter_has_its_partition_and_a_socket_for_each_rank():
+    script, notes = printed("--site", "jupiter")
+    assert "#SBATCH --partition=booster\n" in script
+    assert " --cpu-bind=sockets " in script
+    assert "must name an account such as PROJECT; add --account" in notes
+
+
 def test_without_slurm_and_profile_a_submission_reports_that_the_node_is_unknown():
     script, notes = printed("--tasks", "4")
     assert "#SBATCH --cpus-per-task=1\n" in script
