@@ -1,8 +1,9 @@
 """``hpctrain doctor``: find faults of this machine, job or launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -16,7 +17,7 @@ from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import LEVELS, Finding, Level
 from hpctrain.core.units import plural
 from hpctrain.doctor.checks import gpu_network, table
-from hpctrain.doctor.checks.check import named
+from hpctrain.doctor.checks.check import Found, named
 from hpctrain.doctor.checks.facts import Facts
 from hpctrain.doctor.host import bug_report, gather
 from hpctrain.doctor.ranks import examine_ranks
@@ -73,7 +74,8 @@ def doctor(  # noqa: PLR0913 - options of the command
     if lint is not None:
         findings, is_speaker = _lint(lint, site), True
     else:
-        findings, is_speaker = _examine(directory or (), sites.find(site))
+        of_site = partial(gpu_network.check_site, site=sites.find(site), given=site)
+        findings, is_speaker = _examine(directory or (), of_site)
     if not is_speaker:
         return  # an exit code of 1 would end the job before rank 0 has printed
     if json:
@@ -108,24 +110,20 @@ def _lint(script: Path, site: str | None = None) -> list[Finding]:
 
 
 def _examine(
-    directories: Sequence[Path], site: sites.SiteProfile | None
+    directories: Sequence[Path], of_site: Callable[[Facts], Found]
 ) -> tuple[list[Finding], bool]:
     """Return the findings, and True if this process prints the findings."""
     found = launched()
     if found is None:
         facts = gather.gather(directories=directories)
-        return [*table.examine(facts), *_of_site(facts, site)], True
+        return [*table.examine(facts), *named("site", of_site(facts))], True
     # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
     facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
     # If the ranks are not connected, each is rank 0 of its own world. The rank that the launcher
     # gave to this process therefore decides whether it prints.
     findings = examine_ranks.probe(facts)
-    return [*findings, *_of_site(facts, site)], found.rank == 0
-
-
-def _of_site(facts: Facts, site: sites.SiteProfile | None) -> list[Finding]:
-    return named("site", gpu_network.check_site(facts, site))
+    return [*findings, *named("site", of_site(facts))], found.rank == 0
 
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}

@@ -22,6 +22,12 @@ DEVICES = Path("/dev")
 
 _SCRATCH = ("SCRATCH", "PSCRATCH", "WORK", "LOCAL_DIR")  # variables of scratch directories
 
+_SOUGHT = {
+    "job": ("partition", "scratch"),
+    "node": ("cpus", "gpus", "numa_domains", "adapters", "network"),
+}
+"""Keys of a profile that ``init`` sets, by table."""
+
 _NETWORKS: Mapping[str, Literal["slingshot", "infiniband"]] = {
     "cxi": "slingshot",
     "infiniband": "infiniband",
@@ -86,8 +92,23 @@ def init(
     with explained_writes("a profile", path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         version = "".join(f"{key} = {json.dumps(value)}\n" for key, value in sites.STAMP.items())
-        path.write_text(version + keys.render(_profile(partition)), encoding="utf-8")
-    typer.echo(f"{path} is written; add the facts that your site documents")
+        profile = _profile(partition)
+        path.write_text(version + keys.render(profile), encoding="utf-8")
+    values = {
+        f"{table}.{name}": getattr(getattr(profile, table), name)
+        for table, names in _SOUGHT.items()
+        for name in names
+    }
+    found = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value]
+    missing = [key for key, value in values.items() if not value]
+    typer.echo(f"{path} is written\nfound: {', '.join(found) or 'nothing'}")
+    if missing:
+        typer.echo(
+            f"not found: {', '.join(missing)}; the command finds these on a compute node of a "
+            f"cluster with Slurm, and your site documents them"
+        )
+    site = "" if path == sites.OWN else f" --site {path}"
+    typer.echo(f"next: complete the file; hpctrain submit{site} and hpctrain doctor{site} use it")
 
 
 def _profile(partition: str | None, environ: Mapping[str, str] = os.environ) -> sites.SiteProfile:

@@ -352,17 +352,22 @@ def submit(options: SubmitOptions) -> None:
     settings = options.settings(job, words)
     script = batch_script.script(options.template_for(settings.gpus_per_node), settings)
     if options.profile is not None:
-        typer.echo(f"note: profile of {options.profile.label}", err=True)
+        what = f"note: the script follows the profile of {options.profile.label}"
+        typer.echo(f"{what}; --site {sites.NONE} omits it", err=True)
         script = options.profile.write_into(script, is_full=options.binds_by_gpu(settings))
     if options.print_only or options.dry_run:
         typer.echo(script, nl=False)
     if options.print_only:
+        what = "note: nothing was checked or submitted; save the script as FILE, then"
+        typer.echo(f"{what} `hpctrain doctor --lint FILE` and `sbatch FILE`", err=True)
         return
     if note := installed_horovod.without_horovod(words):
         typer.echo(f"warning: horovod: {note}", err=True)
     job.check_free(options.after or "")
     check(script, job.folder, options.profile, needs_slurm=not options.dry_run)
     if options.dry_run:
+        what = "note: nothing was submitted or written, and no function of a configuration called"
+        typer.echo(f"{what}; without --dry-run the job is queued", err=True)
         return
     if options.config is not None and not options.no_check:
         try_configuration(options.config, options.overrides or ())

@@ -18,8 +18,8 @@ from hpctrain.cost.machine import Link, Machine
 
 Vector = NDArray[np.float64]
 
-LEAST_POINTS = 4
-"""Minimum number of points for the fit, which has up to six non-negative parameters."""
+LEAST_POINTS = len(Load._fields) - 1
+"""One point for each fitted parameter; the seconds of a codec are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

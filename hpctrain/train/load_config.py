@@ -80,6 +80,12 @@ def load(
     """
     values = TomlValues(RunConfig)
     if path is not None:
+        if path.suffix == ".py":
+            raise ConfigError(
+                f"a configuration must be a TOML file, got {path}; start a script with `hpctrain "
+                f"launch -n RANKS -- python {path}`, or submit it with `hpctrain submit -- python "
+                f"{path}`"
+            )
         remedy = f"create it with hpctrain train {path} --init"
         values.merge(read_toml(path, RunConfig, remedy), f"file {path}")
     for name, value in (environment or {}).items():

@@ -68,6 +68,7 @@ def test_a_healthy_machine_has_no_fault_and_the_check_is_short(healthy):
 def test_faults_of_the_environment_are_named_together(healthy):
     one_core = next(iter(os.sched_getaffinity(0)))
     code, found = doctor(
+        *("--site", "lumi"),
         before=["taskset", "-c", str(one_core)],
         environ={
             "OMP_NUM_THREADS": "64",
@@ -82,6 +83,7 @@ def test_faults_of_the_environment_are_named_together(healthy):
     assert code == 1
     assert wrong(found) == planted | wrong(healthy[1])
     assert "/nowhere/libmpi.so" in found["MPI library", "error"].what
+    assert "not compared with the profile of LUMI-G" in found["site", "note"].what
 
 
 @pytest.mark.requires("mpich")

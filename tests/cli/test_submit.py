@@ -116,6 +116,7 @@ def test_a_dry_run_checks_and_submits_nothing():
         in result.stderr
     )
     assert "do: #SBATCH --ntasks-per-node=2" in result.stderr
+    assert "note: nothing was submitted or written" in result.stderr
     assert not Path("submitted").exists()
     assert not Path("runs").exists()
 

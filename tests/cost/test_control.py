@@ -2,11 +2,13 @@
 
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 
+from hpctrain.checkpoint.format.manifest import FileRecord
 from hpctrain.cost import control
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.launch import mpiexec
@@ -34,6 +36,14 @@ def test_a_message_takes_the_latency_and_gathered_bytes_share_a_network_adapter(
     start_s = control.PARTS["start"].seconds(narrow)
     assert start_s == pytest.approx(511 * 8 * control.PARTS["start"].gathered_bytes / 1e9)
     assert control.PARTS["recovery"].seconds(narrow) >= start_s
+
+
+def test_bytes_of_a_save_are_those_of_the_gathered_objects():
+    record = FileRecord((range(4000, 4001),), (range(4000, 4001),), 5000, 2**32 - 1)
+    save = control.PARTS["save"]
+    for predicted, sent in ((save.gathered_bytes, (1.5, 2.5, 3.5)), (save.rooted_bytes, record)):
+        num_bytes = 8 + len(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))  # 8 for the length
+        assert predicted == pytest.approx(num_bytes, rel=0.05)
 
 
 def conformance(*sizes):

@@ -172,8 +172,8 @@ def test_numbers_of_a_point_are_above_zero_and_a_fit_takes_several():
     for wrong in ({"seconds": 0}, {"nodes": -1}):
         with pytest.raises(ConfigError, match="must be "):
             Point(**values | wrong)
-    with pytest.raises(ConfigError, match="at least 4 points, got 3"):
-        fit(made()[:3])
+    with pytest.raises(ConfigError, match="at least 6 points, got 5"):
+        fit(made()[:5])
 
 
 def test_the_command_shows_residuals_and_writes_a_machine(tmp_path):

@@ -175,12 +175,22 @@ ADAPTERS = [replace(SLINGSHOT, name=f"cxi{number}") for number in range(4)]
         (node({**BATCH, **LUMI.job.variables}, ADAPTERS[:3]), LUMI, "warning note", "8 GPUs"),
         (node(BATCH, ADAPTERS, places=PLACES * 2), LUMI, "note", "NCCL_SOCKET_IFNAME, NCCL_NET"),
         (node({**BATCH, **LUMI.job.variables}, ADAPTERS, places=PLACES * 2), LUMI, "ok", "as doc"),
-        (node({}, []), LUMI, "ok", "checked in a job"),
+        (node(BATCH, ADAPTERS, places=()), LUMI, "note", "8 GPUs, but this node has none"),
+        (node({}, []), LUMI, "ok", "not compared with the profile of LUMI-G, CSC"),
         (node(BATCH), None, "ok", "unknown"),
     ],
 )
 def test_a_node_is_compared_with_the_profile_of_its_site(facts, site, levels, words):
     assert_judged(lambda each: checks.check_site(each, site), facts, levels, words)
+
+
+def test_a_comparison_that_the_user_requests_outside_of_a_job_is_reported_as_not_made():
+    found = checks.check_site(node({}, []), LUMI, "lumi")
+    assert (found.level, found.what) == (
+        "note",
+        "not compared with the profile of LUMI-G, CSC: this is not a node of a job",
+    )
+    assert found.do.endswith("srun -N 1 -n 1 hpctrain doctor --site lumi")
 
 
 def write(root, files):

@@ -187,6 +187,22 @@ def test_memory_of_a_node_and_hardware_threads_of_its_cores_follow_the_profile()
     assert "must name an account such as m1234_g; add --account" in notes
 
 
+def test_a_job_on_jupiter_has_its_partition_and_a_socket_for_each_rank():
+    script, notes = printed("--site", "jupiter")
+    assert "#SBATCH --partition=booster\n" in script
+    assert " --cpu-bind=sockets " in script
+    assert "must name an account such as PROJECT; add --account" in notes
+
+
+def test_a_printed_script_is_followed_by_its_profile_and_the_next_commands():
+    _, notes = printed("--site", "lumi")
+    assert "follows the profile of LUMI-G, CSC; --site none omits it\n" in notes
+    assert notes.endswith(
+        "note: nothing was checked or submitted; save the script as FILE, then `hpctrain doctor "
+        "--lint FILE` and `sbatch FILE`\n"
+    )
+
+
 def test_without_slurm_and_profile_a_submission_reports_that_the_node_is_unknown():
     script, notes = printed("--tasks", "4")
     assert "#SBATCH --cpus-per-task=1\n" in script
@@ -257,12 +273,34 @@ def test_site_lists_shows_and_writes_profiles(tmp_path, monkeypatch):
     run = CliRunner().invoke
     assert "lumi            LUMI-G, CSC\n" in run(command.app, ["list"]).stdout
     assert run(command.app, ["show", "lumi"]).stdout == sites.text("lumi")
-    assert run(command.app, ["init"]).exit_code == 0
+    monkeypatch.delenv("WORK", raising=False)
+    assert run(command.app, ["init"]).stdout == (
+        "slurm/site.toml is written\n"
+        'found: job.partition = "gpu", job.scratch = ["$SCRATCH"], node.cpus = 128, '
+        'node.gpus = 4, node.numa_domains = 1, node.adapters = 2, node.network = "slingshot"\n'
+        "next: complete the file; hpctrain submit and hpctrain doctor use it\n"
+    )
     assert sites.OWN.read_text().startswith('version = 1\nreader = "1.0"\n# Profile of')
     found = sites.find()
     assert (found.name, found.job.partition) == ("deep", "gpu")
-    assert found.job.scratch[0] == "$SCRATCH"
     node = found.node
     assert (node.cpus, node.gpus, node.adapters, node.network) == (128, 4, 2, "slingshot")
     assert node.numa_domains == 1
     assert "must not exist" in str(run(command.app, ["init"]).exception)
+
+
+def test_init_without_slurm_names_the_facts_that_it_has_not_found(tmp_path, monkeypatch):
+    for name in ("SCRATCH", "PSCRATCH", "WORK", "LOCAL_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "SYS", tmp_path / "sys")
+    monkeypatch.setattr(command, "DEVICES", tmp_path)
+    done = CliRunner().invoke(command.app, ["init", "mine.toml"])
+    assert done.stdout == (
+        "mine.toml is written\nfound: nothing\n"
+        "not found: job.partition, job.scratch, node.cpus, node.gpus, node.numa_domains, "
+        "node.adapters, node.network; the command finds these on a compute node of a cluster with "
+        "Slurm, and your site documents them\n"
+        "next: complete the file; hpctrain submit --site mine.toml and hpctrain doctor --site "
+        "mine.toml use it\n"
+    )
+    assert printed("--site", "mine.toml")[1].startswith("note: neither Slurm nor a site profile")

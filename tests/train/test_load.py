@@ -173,6 +173,12 @@ def test_explain_gives_type_and_default_or_suggests_a_key():
         load(None).explain("optimiser.lr")
 
 
+def test_a_script_instead_of_a_configuration_is_refused_with_the_commands_that_start_it(tmp_path):
+    refused = r"must be a TOML file, got .*train\.py; .*`hpctrain submit -- python .*train\.py`"
+    with pytest.raises(ConfigError, match=refused):
+        load(tmp_path / "train.py")
+
+
 def test_missing_files_folders_and_binary_files_are_rejected(tmp_path):
     with pytest.raises(
         ConfigError, match=r"there is no file .*none.toml; create it with hpctrain train .* --init"

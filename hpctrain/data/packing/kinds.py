@@ -10,6 +10,7 @@ from typing import Any
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.target import NAME
+from hpctrain.core.units import plural
 from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.packing.arrays import open_arrays, open_hdf5
 from hpctrain.data.packing.files import IMAGE_ENDINGS, check_file, ending_of, files_below
@@ -123,7 +124,9 @@ def _kind_of_folder(path: Path) -> str:
     if any(ending_of(file) in {*IMAGE_ENDINGS, ".npy"} for file in some):
         return FOLDER
     if len(found) != 1:
-        listed = ", ".join(f"{count} of kind {kind}" for kind, count in found.items())
+        listed = ", ".join(
+            f"{plural(count, 'file')} of kind {kind}" for kind, count in found.items()
+        )
         raise DataError(
             f"a folder must have images, .npy arrays, or files of one kind, which end in one of "
             f"{_endings()}, but {path} has {listed or 'no such file'}; set the kind with --as "

@@ -261,25 +261,35 @@ def check_stripes(facts: Facts) -> Found:
     ] or ok("no large files on one target")
 
 
-def check_site(facts: Facts, site: SiteProfile | None) -> Found:
-    """Report differences between a node of a job and the profile of its site."""
+def check_site(facts: Facts, site: SiteProfile | None, given: str | None = None) -> Found:
+    """Report differences between a node of a job and the profile of its site.
+
+    ``given`` is the argument of --site, by which the user requests the comparison.
+    """
     if site is None:
         return ok("unknown; hpctrain site list shows the profiles")
     if not job_id(facts.environ):
-        return ok(f"{site.label}; its nodes are checked in a job")
+        what = f"not compared with the profile of {site.label}: this is not a node of a job"
+        do = f"in a job: srun -N 1 -n 1 hpctrain doctor --site {given}"
+        return note(what, do) if given else ok(what)
+    if site.node.gpus and not has_gpus(facts):
+        what = (
+            f"a node of {site.label} has {plural(site.node.gpus, 'GPU')}, but this node has none"
+        )
+        return note(what, f"request a node of {site.label} with GPUs, or use --site none")
     live = sum(each.is_live for each in facts.network.adapters)
     gpus = facts.gpus.num_devices or len(facts.gpu_network.places)
     found = []
-    if has_gpus(facts) and live < site.node.adapters:
+    if live < site.node.adapters:
         what = (
             f"a node of {site.label} has {site.node.adapters} adapters, but {live} are active here"
         )
         found.append(warning(what, f"report {facts.host} to the site"))
-    if gpus and gpus < site.node.gpus and not visible_devices(facts.environ):
+    if gpus < site.node.gpus and not visible_devices(facts.environ):
         what = f"a node of {site.label} has {site.node.gpus} GPUs, but this node has {gpus}"
         found.append(note(what, f"#SBATCH --gpus-per-node={site.node.gpus}"))
     missing = [name for name in site.job.variables if name not in facts.environ]
-    if has_gpus(facts) and missing:
+    if missing:
         what = f"{site.label} recommends variables that are not set: {', '.join(missing)}"
         do = f'export {missing[0]}="{site.job.variables[missing[0]]}"; hpctrain submit --site '
         found.append(note(what, f"{do}{site.name} sets all"))

@@ -246,7 +246,7 @@ FOLDERS = [
         ({"a.png": claiming(side)}, {}, r"at most 89478485 pixels, .*a.png has more.*--encoded")
         for side in (13_000, 20_000)
     ),
-    ({"1.tar": tar(), "1.csv": ""}, {}, "1 of kind csv, 1 of kind tar"),
+    ({"1.tar": tar(), "1.csv": "", "2.csv": ""}, {}, "2 files of kind csv, 1 file of kind tar"),
     ({"1.md": ""}, {}, "no such file"),
     ({"1.md": ""}, {"kind": "arrays"}, r"files that end in .npy, .npz, .*folder has none"),
 ]
