@@ -209,13 +209,15 @@ def test_points_next_to_other_work_are_flagged():
     results = replace(results_of(), records=[busy, *records[1:]])
     label = results.label(busy.point)
     text = text_of(Proposal(results, Centre.named("generic")).document())
-    assert f"Other work disturbed 1 of 5 repeats at {label}: it used up to 3.1 of 4 cores" in text
+    assert (
+        f"Attention: {label}: other work disturbed 1 of 5 repeats and used up to 3.1 of 4 cores; "
+        "the processor was throttled in 1 of 5 repeats.\n" in text
+    )
     assert "Attention: some points were disturbed" in text
-    assert f"throttled in 1 of 5 repeats at {label}" in text
     slow = [replace(r, mhz=1500.0) if r.point == busy.point else r for r in records]
     [remark] = replace(results_of(), records=slow).remarks
     assert remark == (
-        f"The processor ran at 1500 MHz at {label}, and at up to 2450 MHz at other points."
+        f"{label}: the processor ran at 1500 MHz, and at up to 2450 MHz at other points."
     )
     assert results_of().remarks == []
 
