@@ -9,8 +9,12 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+try:  # the longest part of the start of the interpreter; afterwards, typer handles SIGINT
+    import typer
+    from typer.core import TyperCommand, TyperGroup
+except KeyboardInterrupt:
+    sys.stderr.write("hpctrain: interrupted\n")
+    sys.exit(130)
 
 from hpctrain import __version__
 from hpctrain.cli.options import FAILED, flag

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -14,6 +14,7 @@ from hpctrain.report.figure import Figure, shown
 from hpctrain.report.page import Cell
 
 MAX_CODE = 1000  # characters of a line of a listing
+MAX_CELL = 160  # characters of a line of a cell in the PDF, which is broken into up to 4 lines
 
 _LATEX = {
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
@@ -199,7 +200,8 @@ class _Layout:
                     self._table(block)
                 elif isinstance(block, Listing):
                     for line in block.text.splitlines():
-                        for part in wrap(shown(line, MAX_CODE), 95, subsequent_indent="    "):
+                        parts = wrap(shown(line, MAX_CODE), 95, subsequent_indent="    ")
+                        for part in " \\\n".join(parts).split("\n"):
                             self._text(part, self.SMALL, family="monospace")
                 else:
                     for line in _wrapped(_line(block, 10 * MAX_CODE), self.PER_LINE):
@@ -271,7 +273,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _cell_lines(cell: str) -> list[str]:
-    return [shown(line) for line in cell.splitlines()] or [""]
+    lines = (wrap(shown(line, MAX_CELL), MAX_CELL // 4) for line in cell.splitlines())
+    return list(chain.from_iterable(lines)) or [""]
 
 
 def _widths(rows: Iterable[Sequence[Sequence[str]]], size: float) -> list[float]:

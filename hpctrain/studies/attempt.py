@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hpctrain.cluster.machine_load import LoadMeter
-from hpctrain.core.atomic import make_folder
+from hpctrain.core.atomic import PART, make_folder
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
@@ -25,6 +25,8 @@ from hpctrain.studies.study_file import StudyConfig
 RECORDS = "records"  # subfolder of the folder of a repeat, to which the ranks write
 OUTPUT = "output.txt"  # output of the processes of a repeat
 
+SPACE = 65536  # bytes; if they cannot be written, a failure is not due to the point
+
 _SHOWN = 15  # last lines of the output that an error contains
 _VARIABLE = variable_of("records")
 _GRACE_S, _LOOK_S = 5.0, 0.01
@@ -34,6 +36,8 @@ def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) ->
     """Measure one repeat of a point. A failure is stored in the record, not raised.
 
     The function first removes files and processes of an interrupted measurement of this repeat.
+
+    Raises ``OSError``: the folder cannot be written, which may have caused a failure.
     """
     place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
@@ -44,6 +48,7 @@ def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) ->
             place / RECORDS, attempt.layout.ranks, warm_up=study.warm_up, target=study.target
         )
     except HpctrainError as error:
+        _check_space(place)
         found = {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
     if (seen := meter.read()) is not None:
         here = {"load": seen.load, "machine_cores": seen.cores, "celsius": seen.celsius}
@@ -58,6 +63,14 @@ def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) ->
         wall_s=time.monotonic() - start,
         **found,
     )
+
+
+def _check_space(place: Path) -> None:
+    probe = place / f"space{PART}"
+    try:
+        probe.write_bytes(bytes(SPACE))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def clear(folder: StudyFolder, attempt: PointRepeat) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpctrain.report.figure import PARTS, RANKS, Figure, Kind, Series, shown
@@ -179,9 +180,18 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
             for kind, v in measured.items()
         ]
         lines += [
-            Series.of(v, kind=kind, name=_LINES[kind], colour=colour) for kind, v in least.items()
+            Series.of(v, kind=kind, name=f"{own}{_LINES[kind]}", colour=colour)
+            for kind, v in least.items()
         ]
-    return found + lines
+    return found + list(map(partial(_shared, lines), lines))
+
+
+def _shared(lines: Sequence[Series], line: Series) -> Series:
+    """Return a line with a common name and colour if the lines of all curves coincide."""
+    same = [each for each in lines if each.kind == line.kind]
+    points = {point for each in same for point in zip(each.x, each.y, strict=True)}
+    is_shared = len(points) == len({x for x, _ in points})
+    return replace(line, name=_LINES[line.kind], colour=same[0].colour) if is_shared else line
 
 
 def _measured(summaries: Sequence[PointSummary], field: str) -> str:

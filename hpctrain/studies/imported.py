@@ -99,9 +99,9 @@ def _point_of(row: Mapping[Any, Any], config: StudyConfig, tool: str) -> Point:
     is_whole = layout_of(of_study) == layout
     place = of_study if is_whole else {"ranks": ranks, "nodes": nodes}
     others = {
-        name: _value_of(name, row[name], values) if row.get(name) else values[0]
+        name: _value_of(name, row.get(name, ""), values)
         for name, values in config.factors.items()
-        if name not in Placement._fields and (row.get(name) or len(values) == 1)
+        if name not in Placement._fields
     }
     return {TOOL: tool, **place, **others}
 
@@ -114,7 +114,14 @@ def _number(row: Mapping[str, str], name: str) -> int:
 
 
 def _value_of(name: str, text: str, values: Sequence[Any]) -> Any:
-    """Return the one of ``values`` that is written as ``text``, or ``text`` itself."""
+    """Return the one of ``values`` that is written as ``text``, or ``text`` itself.
+
+    An empty text is the only value of a factor; it is invalid if the factor has several values.
+    """
+    if not text.strip():
+        if len(values) > 1:
+            raise ValueError(f"{name} must have a value, such as {values[0]}, got an empty field")
+        return values[0]
     if name == "mode" and text.strip() not in ("strong", "weak"):
         raise ValueError(f"mode must be strong or weak, got {text.strip()!r}")
     return next((each for each in values if str(each) == text.strip()), text.strip())

@@ -23,11 +23,12 @@ _WH = 3600.0  # joules per watt-hour
 
 _METHOD = (
     "A step lasts as long as on its slowest rank. The time of a repeat is the mean of its steps "
-    "after {warm_up} warm-up steps; the value of a point is the median over {repeats} repeats. "
-    "Brackets contain the confidence interval of 95 %, or of the stated lower confidence if the "
-    "repeats are too few: by the sign test for medians, and by the rank-sum test for ratios. "
-    "Neither test assumes a distribution. All points were measured in each repeat, in random "
-    "order. Excluded are the warm-up steps, repeats that ended with an error, and, from speed-up "
+    "after {warm_up} warm-up steps; the value of a point is the median over its repeats, planned: "
+    "{repeats}. Brackets contain the confidence interval of 95 %, or of the stated lower "
+    "confidence if the repeats are too few: by the sign test for medians, and by the rank-sum "
+    "test for ratios. "
+    "Neither test assumes a distribution. Each repeat measures all points, in random order. "
+    "Excluded are the warm-up steps, repeats that ended with an error, and, from speed-up "
     "and efficiency, points with more ranks than cores. No other repeat is excluded: outliers are "
     "shown in the figures and count in the medians."
 )
@@ -177,8 +178,9 @@ class Proposal:
         machine = f"{about.get('host') or 'unknown host'}, {about.get('cpu') or 'unknown CPU'}"
         mpi = about.get("mpi") or "MPI library not recorded"
         commit = about.get("commit") or "not recorded"
+        model = results.config.study.model
         return [
-            f"Model: {results.model}. Command: {results.config.command.run}",
+            f"{f'Model: {model}. ' * bool(model)}Command: {results.config.command.run}",
             f"Machine: {machine}, {cores}{gpu}.",
             f"Software: {software or 'not recorded'}; {mpi}; commit {commit}.",
             f"Measured: {results.dates}.",
@@ -195,10 +197,7 @@ class Proposal:
         if base is None:
             return "No point with a core for each rank was measured, so speed-up has no base."
         step = format_seconds(base.step_s.value) if base.step_s else NOTHING
-        return (
-            f"Base of speed-up and efficiency: {base.size}, {step} per step. Costs are for "
-            f"{self._amount}."
-        )
+        return f"Base of speed-up and efficiency: {base.size}, {step} per step."
 
     def _scaling_table(self, title: str, points: Sequence[PointSummary]) -> Table:
         before = dict(zip(map(id, points[1:]), points, strict=False))
@@ -219,7 +218,7 @@ class Proposal:
             ("samples/s", lambda each: value_cell(each.samples_per_s, "{:.4g}".format)),
             ("node-hours", lambda each: _number(self._node_hours(each))),
             (self.results.unit, lambda each: _number(self._rank_hours(each))),
-            ("repeats", lambda each: f"{len(each.done)} of {len(each.records)}"),
+            ("repeats", lambda each: f"{len(each.done)} of {self.results.config.study.repeats}"),
         ]
         return _table(f"{title}. Costs are for {self._amount}.", columns, points)
 
@@ -253,7 +252,7 @@ class Proposal:
             ("host memory\nof a rank", _bytes("host_memory_bytes")),
             ("bytes\nread", moved("read_bytes")),
             ("bytes\nwritten", moved("written_bytes")),
-            ("between nodes,\nper step", _bytes("rail_bytes")),
+            ("bytes between\nnodes, per step", _bytes("rail_bytes")),
             ("mean power,\nW", lambda each: _plain(each.median_of("power_w"), "{:.4g}".format)),
             ("energy,\nkWh", energy),
         ]
@@ -278,7 +277,7 @@ class Proposal:
         if any(each.read_bytes is not None for each in self.results.done):
             found.append("Bytes read and written are counted in system calls of the ranks.")
         if missing:
-            found.append(f"Not recorded, for lack of a readable counter: {', '.join(missing)}.")
+            found.append(f"Not recorded by a counter or by the program: {', '.join(missing)}.")
         return found
 
     def _prediction(self) -> list[Any]:

@@ -81,10 +81,11 @@ def _power(ranks: Sequence[RankSamples]) -> dict[str, Any]:
     nodes = [each[0] for each in _by_host(ranks)]  # all ranks of a node read the same counter
     watts = _sum(each.rate("node_joules") for each in nodes)
     sources = {each.last("node_source") for each in nodes} if watts is not None else set()
-    gpus = {(each.host, each.last("gpu_id")): each for each in ranks if each.values("gpu_w")}
-    if gpus and sources != {CRAY}:  # Cray's counter includes the GPUs
-        watts = (watts or 0.0) + sum(each.mean("gpu_w") or 0.0 for each in gpus.values())
-        sources |= {each.last("gpu_source") for each in gpus.values()}
+    powered = [each for each in ranks if any("gpu_w" in sample for sample in each.samples)]
+    if powered and sources != {CRAY}:  # Cray's counter includes the GPUs
+        gpus = {(each.host, each.last("gpu_id")): each.mean("gpu_w") for each in powered}
+        watts = _sum([watts or 0.0, *gpus.values()])
+        sources |= {each.last("gpu_source") for each in powered}
     if watts is None:
         return {}
     return {"power_w": watts, "power_source": " and ".join(sorted(map(str, sources)))}

@@ -111,9 +111,9 @@ class StudyConfig(CheckedFields):
         for name, values in self.factors.items():
             is_list = isinstance(values, list) and 0 < len(values) == len(set(map(repr, values)))
             require(is_list, f"factors.{name} must be a list of different values", values)
-            is_word = re.fullmatch(r"[a-z]\w*", name) is not None and name not in _ATTEMPT
+            is_word = re.fullmatch(r"[a-z]\w*", name) is not None and name == name.lower()
             require(
-                is_word,
+                is_word and name not in _ATTEMPT,
                 "names of factors must be words in lower case, other than folder and repeat",
                 name,
             )

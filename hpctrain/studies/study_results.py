@@ -301,7 +301,8 @@ class StudyResults:
             lines = read(path, key="at")
             curve = [(each["at"] - begin_of(lines), each[name]) for each in lines if name in each]
             if curve:
-                return curve[:: len(curve) // MAX_POINTS + 1]
+                every = len(curve) // MAX_POINTS + 1
+                return curve[(len(curve) - 1) % every :: every]  # with the last point
         return []
 
     def label(self, point: Point) -> str:
@@ -339,18 +340,20 @@ def label_of(point: Point) -> str:
 def _remarks(
     summary: PointSummary, fastest_mhz: float, label: Callable[[Point], str]
 ) -> Iterator[str]:
-    """Yield a sentence for each condition that made the times of a point too long."""
-    where, num = label(summary.point), len(summary.done)
+    """Yield at most one sentence, with all conditions that made the times of a point too long."""
+    found, num = list[str](), len(summary.done)
     if disturbed := [each for each in summary.done if each.is_disturbed]:
         worst = max(disturbed, key=lambda each: each.other_cores or 0.0)
-        yield (
-            f"Other work disturbed {len(disturbed)} of {num} repeats at {where}: it used up to "
-            f"{worst.other_cores:.1f} of {worst.machine_cores} cores."
+        found.append(
+            f"other work disturbed {len(disturbed)} of {num} repeats and used up to "
+            f"{worst.other_cores:.1f} of {worst.machine_cores} cores"
         )
     if throttled := [each for each in summary.done if each.num_throttled]:
-        yield f"The processor was throttled in {len(throttled)} of {num} repeats at {where}."
+        found.append(f"the processor was throttled in {len(throttled)} of {num} repeats")
     if (clock := summary.median_of("mhz")) and clock.value < SLOW_CLOCK * fastest_mhz:
-        yield (
-            f"The processor ran at {clock.value:.0f} MHz at {where}, and at up to "
-            f"{fastest_mhz:.0f} MHz at other points."
+        found.append(
+            f"the processor ran at {clock.value:.0f} MHz, and at up to {fastest_mhz:.0f} MHz at "
+            "other points"
         )
+    if found:
+        yield f"{label(summary.point)}: {'; '.join(found)}."

@@ -165,3 +165,11 @@ def test_sentences_of_a_help_are_broken_only_where_a_line_is_full(command, monke
     sentences = [line for line in message if not line.startswith(is_command)]
     assert sentences
     assert all(line[-1] in ".:)" for line in sentences), sentences
+
+
+def test_sigint_while_the_command_line_is_imported_ends_with_one_line(tmp_path):
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "typer.py").write_text(slow)
+    environ = {**os.environ, "PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    done = ended([sys.executable, "-m", "hpctrain", "--version"], env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hpctrain: interrupted\n")

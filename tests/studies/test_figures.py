@@ -115,6 +115,12 @@ def test_learning_curves_follow_the_records_of_ranks(tmp_path):
     assert curve.y == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     (folder / "b.jsonl").write_text(json.dumps({"step": 5, "at": 12.0, "accuracy": 0.5}) + "\n")
     assert not series(figures(results)["learning"], "solid")  # no line through one point
+    for num_points in (100, 101, 299, 300):
+        many = [{"step": i, "at": float(i), "accuracy": i / 300} for i in range(num_points)]
+        (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in many))
+        [curve] = series(figures(results)["learning"], "solid")
+        assert len(curve.x) <= 100
+        assert curve.x[-1] == num_points - 1  # the last point is always shown
 
 
 def test_speed_up_and_core_hours_follow_from_efficiency_and_rate():
@@ -162,6 +168,20 @@ def legend_of(figure):
     drawing._draw(axes, figure)
     legend = axes.get_legend()
     return [text.get_text() for text in legend.get_texts()] if legend else []
+
+
+def test_a_legend_names_the_curve_of_each_line_unless_the_lines_coincide():
+    records = [
+        replace(each, point={"ranks": each.point["ranks"], "mode": mode})
+        for mode in ("strong", "weak")
+        for each in generated.records(generated.config({"ranks": [1, 2, 4]}))
+    ]
+    found = figures(generated.complete(records=records, bound=None))
+    ideal = [text for text in legend_of(found["time"]) if text.endswith("ideal")]
+    assert ideal == ["strong scaling: ideal", "weak scaling: ideal"]
+    for name in ("speed_up", "efficiency"):
+        assert [text for text in legend_of(found[name]) if "ideal" in text] == ["ideal"]
+        assert [each.colour for each in series(found[name], "dashed")] == [0, 0]
 
 
 @pytest.mark.parametrize("bound", [None, generated.bound])

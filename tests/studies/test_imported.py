@@ -88,6 +88,19 @@ def test_factors_of_several_values_are_columns(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("cell", ["", " "])
+def test_a_factor_of_several_values_needs_a_value_in_each_row(tmp_path, cell):
+    config = generated.config({"ranks": [1, 2], "batch": [64], "codec": ["none", "bf16"]})
+    results = generated.complete(config=config, records=[])
+    study = StudyResults.read(generated.write(results, tmp_path / "study"))
+    head = "nodes,ranks,seconds,codec,batch"
+    path = csv(tmp_path, ["1,1,0.5,bf16,64", f"1,2,0.5,{cell},64"], head)
+    with pytest.raises(DataError, match=r"line 3: codec must have a value, such as none"):
+        imported(study, path)
+    path = csv(tmp_path, [f"1,2,0.5,bf16,{cell}"], head)
+    assert imported(study, path).imported[0].point["batch"] == 64  # the only value
+
+
 @pytest.mark.parametrize(
     ("rows", "head", "message"),
     [

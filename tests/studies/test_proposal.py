@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
-from hpctrain.report.document import Table, write_documents
+from hpctrain.report.document import Document, Listing, Section, Table, _Layout, write_documents
+from hpctrain.report.drawing import canvases
 from hpctrain.studies.points import attempts_of
 from hpctrain.studies.proposal import Centre, Proposal
 from hpctrain.studies.scaling_limit import ScalingLimit, per_doubling
@@ -209,13 +210,15 @@ def test_points_next_to_other_work_are_flagged():
     results = replace(results_of(), records=[busy, *records[1:]])
     label = results.label(busy.point)
     text = text_of(Proposal(results, Centre.named("generic")).document())
-    assert f"Other work disturbed 1 of 5 repeats at {label}: it used up to 3.1 of 4 cores" in text
+    assert (
+        f"Attention: {label}: other work disturbed 1 of 5 repeats and used up to 3.1 of 4 cores; "
+        "the processor was throttled in 1 of 5 repeats.\n" in text
+    )
     assert "Attention: some points were disturbed" in text
-    assert f"throttled in 1 of 5 repeats at {label}" in text
     slow = [replace(r, mhz=1500.0) if r.point == busy.point else r for r in records]
     [remark] = replace(results_of(), records=slow).remarks
     assert remark == (
-        f"The processor ran at 1500 MHz at {label}, and at up to 2450 MHz at other points."
+        f"{label}: the processor ran at 1500 MHz, and at up to 2450 MHz at other points."
     )
     assert results_of().remarks == []
 
@@ -264,6 +267,29 @@ def test_the_command_writes_a_page_for_each_figure(tmp_path):
         assert (folder / image).exists()
     assert "TODO" not in markdown
     assert "\\begin{tabular}" in (folder / "proposal.tex").read_text()
+
+
+def test_a_pdf_has_whole_cells_and_a_script_that_a_shell_accepts():
+    cell = "undecided: no measured point has several nodes; measure 2 nodes"
+    script = f"srun hpctrain train a.toml {' '.join(f'--set key{i}={i}' for i in range(20))}"
+    blocks = [Table(title="t", heads=["a"], rows=[[cell]]), Listing(script)]
+    sections = [Section(title="s", blocks=blocks)]
+    with canvases() as new_canvas:
+        pages = _Layout(new_canvas).pages_of(
+            Document(title="d", sections=sections, pages=[], about="")
+        )
+    lines = [text.get_text() for page in pages for text in page.texts]
+    assert cell in " ".join(lines)
+    drawn = "\n".join(lines[lines.index(next(each for each in lines if "srun" in each)) :])
+    assert drawn.count("\\\n") == drawn.count("\n") > 1
+    assert shlex.split(drawn.replace("\\\n", " ")) == shlex.split(script)
+
+
+def test_an_incomplete_study_states_the_planned_repeats():
+    results = results_of()
+    part = replace(results, records=[each for each in results.records if each.repeat != 1])
+    rows = table_of(Proposal(part, Centre.named("generic")).document(), "Strong scaling")
+    assert {row["repeats"] for row in rows} == {"4 of 5"}
 
 
 def test_a_report_of_failures_only_states_what_is_missing(tmp_path):

@@ -88,6 +88,17 @@ def test_power_is_of_each_node_once_and_of_each_gpu_once(tmp_path, node, source,
     assert found["gpu"] == "H200"
 
 
+@pytest.mark.parametrize("source", ["RAPL", "Cray pm_counters"])
+def test_power_is_unknown_if_a_sample_lacks_that_of_a_gpu(tmp_path, source):
+    def changes(rank, second):
+        gpu = {"gpu_id": f"GPU-{rank}", "gpu_source": "NVML", "gpu_w": 50.0}
+        found = {"node_joules": 700.0 * second, "node_source": source}
+        return found if (rank, second) == (1, 12) else found | gpu
+
+    found = resources_of(ranks_of(tmp_path, ["a", "a"], changes), 1.0)
+    assert found.get("power_w") == (None if source == "RAPL" else pytest.approx(700))
+
+
 def test_a_counter_that_a_rank_lacks_gives_no_value(tmp_path):
     def changes(rank, second):
         return {"gpu_busy": 0.5} if rank == 0 or second == 9 else {}

@@ -305,6 +305,22 @@ def test_the_first_signal_ends_a_point_that_ignores_signals_and_the_second_chang
     assert not [*folder.rglob("lease.json")]
 
 
+@pytest.mark.launches
+def test_a_full_disk_ends_the_study_and_is_not_recorded_as_a_failure_of_the_point(tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY)
+    script, folder = tmp_path / "fake.sh", tmp_path / "studies/killed"
+    records = FAKE.replace("{ranks}", "$1")
+    script.write_text('ln -s /dev/full "$HPCTRAIN_RECORDS/../space.part"; exit 1\n')
+    process = start(tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode == 2
+    assert "No space left on device; free space there, or choose another folder" in errors
+    assert points(folder) == []
+    script.write_text(records)
+    output, _ = start(tmp_path).communicate()
+    assert "12 of 12 measured, 0 failed" in output
+
+
 def test_a_study_started_by_nohup_survives_a_hangup(tmp_path):
     (tmp_path / "study.toml").write_text(STUDY)
     (tmp_path / "fake.sh").write_text(FAKE.replace("{ranks}", "$1") + "kill -HUP $PPID\n")

@@ -58,6 +58,7 @@ def test_placeholders_are_replaced_in_commands_settings_and_variables(tmp_path):
         ("{codec} y", "{codek} y", "{codek}; did you mean codec"),
         ("codec = [", "depth = [2]\ncodec = [", "factors.depth must be used: write {depth}"),
         ("codec = [", "repeat = [2]\ncodec = [", "other than folder and repeat"),
+        ("codec = [", "aB = [2]\ncodec = [", "must be words in lower case, .* got 'aB'"),
         ("[factors]", "target = { loss = '1' }\n[factors]", "study.target.loss must be a number"),
         ("[factors]", "target = { loss = nan }\n[factors]", "study.target.loss must be a number"),
         ("y'", "y", r"must be quoted as for a shell, got .*: No closing quotation"),
