@@ -28,8 +28,7 @@ from torch import Tensor
 from hpctrain.comm.device import device_of
 from hpctrain.comm.node.node_memory import reserve
 from hpctrain.comm.node.segments import map_shared
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.ops import Op, combination, combine_to
 from hpctrain.core.units import KIB, MIB
 
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)

@@ -10,8 +10,7 @@ SCALING = {"mul", "mul_", "div", "div_", "true_divide_", "_foreach_mul_", "_fore
 
 ALLOWED = {
     # The factor that ``gradients`` has decided is applied where the bytes are moved:
-    "comm/node/shared_memory.py": "a chunk of the sum, by the scale it is given",
-    "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
+    "comm/ops.py": "products of ranks, and a sum by the scale it is given",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "gradients/gradient_bucket.py": "a gradient, by its rank's weight",
     # What a user asks for, in place of torch's own functions:

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.parameter_layout import ParameterLayout, ParameterRange
 from hpctrain.async_sgd.server_messages import Push, Settings
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, combination, scaled_when
+from hpctrain.comm.ops import Op, combination, combine_to, scaled_when
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.rail_sums import weighted
 from hpctrain.gradients.sample_count import exponent_of

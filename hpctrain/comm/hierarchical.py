@@ -20,7 +20,8 @@ from hpctrain.comm.call_check import bucket_call, call_of, in_step, tensor_call
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.kernel import DIRECT, SLICES
-from hpctrain.comm.node.shared_memory import MAX_VIEWS, SharedMemory, TensorSum
+from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.node.shared_slots import MAX_VIEWS, TensorSum
 from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scaled_when
 from hpctrain.comm.plan.plan import Plan

@@ -1,7 +1,7 @@
 """Reduction operations, and the dtypes in which they are computed."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -186,3 +186,49 @@ def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, fl
     """
     could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)
+
+
+def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
+    """Return the combination of the chunks of all ranks, in rank order, times ``scale``.
+
+    The result is the first chunk, overwritten, or a new tensor of a wider ``accumulate_dtype``.
+    """
+    first, *others = (combination.view(part) for part in parts)
+    dtype = combination.accumulate_dtype
+    total = first if dtype is first.dtype else first.to(dtype)
+    for other in others:
+        combination.into(total, other)
+    return total if scale is None else total.mul_(scale)
+
+
+def combine_to(
+    out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
+) -> None:
+    """Store in ``out`` the combination of the chunks in rank order, times ``scale``.
+
+    ``out`` may be one of the first two chunks. If ``out`` has the wider ``accumulate_dtype``, the
+    result is not rounded.
+    """
+    dtype = combination.accumulate_dtype
+    if dtype is not combination.storage_dtype or len(parts) == 1:
+        is_wide = out.dtype is dtype is not combination.storage_dtype
+        total = out.copy_(parts[0]) if is_wide else parts[0].to(dtype, copy=True)
+        for other in parts[1:]:
+            combination.into(total, other)
+        total = total if scale is None else total.mul_(scale)
+        if not is_wide:
+            out.copy_(total)
+        return
+    combination.function(parts[0], parts[1], out=out)
+    for other in parts[2:]:
+        combination.into(out, other)
+    if scale is not None:
+        out.mul_(scale)
+
+
+def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
+    """Copy ``total`` to the chunks of all ranks, except to a chunk in the memory of ``total``."""
+    for part in parts:
+        stored = combination.view(part)
+        if stored.data_ptr() != total.data_ptr():
+            stored.copy_(total)

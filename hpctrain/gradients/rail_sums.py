@@ -16,8 +16,7 @@ from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, slice_bounds
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi_library import calls_from_threads
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, combination, scaled_when
+from hpctrain.comm.ops import Op, combination, combine_to, scaled_when
 from hpctrain.comm.threaded import ThreadedCommunicator, start_on
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot

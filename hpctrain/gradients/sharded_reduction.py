@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.call_check import call_of
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, scaled_when
+from hpctrain.comm.ops import Op, combine_to, scaled_when
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_layout import SharedGradientError
 from hpctrain.gradients.elementwise import PieceStep

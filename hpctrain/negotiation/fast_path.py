@@ -53,9 +53,8 @@ from typing_extensions import override
 from hpctrain.comm.control_channel.mailbox import WORDS, NodeChannel
 from hpctrain.comm.node.kernel import DONE, LATE
 from hpctrain.comm.node.segments import yield_core
-from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.observed import ObservedCommunicator
-from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.ops import Combination, Op, combination, combine_to
 from hpctrain.comm.rail.algorithms import allreduce_steps
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.core.torch_compat import increment_version

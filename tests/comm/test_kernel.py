@@ -26,8 +26,7 @@ from hpctrain.comm.node.kernel import (
     library,
 )
 from hpctrain.comm.node.node_barrier import NodeBarrier
-from hpctrain.comm.node.shared_memory import combine, spread
-from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.ops import Op, combination, combine, spread
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError

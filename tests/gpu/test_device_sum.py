@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.ops import Op, combination, combine_to
 
 ROOT = Path(__file__).parents[2]
 NUMELS = (1, 7, 1024, 2048, 2049, 10_003)

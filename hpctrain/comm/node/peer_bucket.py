@@ -15,8 +15,7 @@ from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, DeviceBucket
 from hpctrain.comm.node.peer_memory import segment_for
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, combination, scale_, scaled_when
+from hpctrain.comm.ops import Op, combination, combine_to, scale_, scaled_when
 
 
 class PeerBucket(DeviceBucket):

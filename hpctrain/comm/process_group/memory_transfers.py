@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
-from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots, combine_to
-from hpctrain.comm.ops import Op, combination, finish
+from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.node.shared_slots import SharedSlots
+from hpctrain.comm.ops import Op, combination, combine_to, finish
 from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import MismatchError
