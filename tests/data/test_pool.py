@@ -203,6 +203,8 @@ def test_close_ends_work_that_is_not_done(pool):
     for future in futures:
         with pytest.raises(DataError, match="was closed"):
             future.result(LIMIT_S)
+    with pytest.raises(DataError, match=r"a decode pool must be open .* create a new one"):
+        submit(pool, [800]).result(LIMIT_S)
 
 
 RANK = """
