@@ -82,10 +82,9 @@ def discard(path: Path) -> None:
     The directory is renamed first, so that a writer that still exists fails and does not publish
     a directory without some of its files. Raises ``OSError`` if the file system reports an error.
     """
-    stem = path.name.removesuffix(PART).partition(".gone.")[0]
-    gone = path.with_name(f"{stem}.gone.{token_hex(4)}{PART}")
-    path.rename(gone)
-    shutil.rmtree(gone)
+    if ".gone." not in path.name:
+        path = path.rename(path.with_suffix(f".gone.{token_hex(4)}{PART}"))
+    shutil.rmtree(path)
 
 
 def make_folder(path: Path) -> None:
