@@ -23,7 +23,7 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.checks import Amount, checked
+from hpctrain.core.checks import Amount, checked, require_open
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.sample_count import SampleCount
@@ -453,13 +453,14 @@ class AsyncMethod(CommonBlock):
         return [f"optimizer {type(self.optimizer).__qualname__}", *lines]
 
     def _require_open(self) -> None:
-        if self._phase is _Phase.ENDED or not self._client.is_open:
-            raise ConfigError(
-                f"methods of {type(self).__name__} must be called before the end of its block, "
-                "but the block has ended; save and load model and optimizer as plain ones, since "
-                "both now have the values and state of the servers, or make another "
-                f"{type(self).__name__} to continue"
-            )
+        is_on = self._hooks.are_on and self._client.is_open
+        require_open(
+            is_on and self._phase is not _Phase.ENDED,
+            type(self).__name__,
+            ConfigError,
+            "save and load model and optimizer as plain ones, since both now have the values and "
+            "state of the servers, or create a new one to continue",
+        )
 
     def _require_untouched(self) -> None:
         """Raise ``ConfigError`` if parameters or state were written outside of a step."""

@@ -98,8 +98,8 @@ def require_unhooked(name: str, optimizer: Optimizer) -> None:
     if (has := getattr(optimizer, METHOD_MARK, None)) is not None:
         raise ConfigError(
             f"an optimizer can only have one local or asynchronous method at a time, but {has} "
-            f"has the optimizer of this {name}; end the block of {has}, or call its close(), "
-            "before"
+            f"already uses the optimizer passed to {name}; first end the block of {has}, or call "
+            f"its close()"
         )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     marks = [getattr(p, _MARK, None) for p in trained]
@@ -107,8 +107,8 @@ def require_unhooked(name: str, optimizer: Optimizer) -> None:
     if others:
         raise ConfigError(
             "a parameter can only have one local or asynchronous method at a time, but "
-            f"{others[0]} has {len(others)} parameters of this {name} in another optimizer; end "
-            f"the block of {others[0]}, or call its close(), before"
+            f"{others[0]} already uses {len(others)} of the parameters passed to {name}, in "
+            f"another optimizer; first end the block of {others[0]}, or call its close()"
         )
 
 

@@ -3,6 +3,8 @@
 import logging
 import math
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +14,7 @@ from threading import Thread
 from typing import TypeVar
 
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, name_of, step_of
-from hpctrain.core.atomic import PART, reason_of, sync
+from hpctrain.core.atomic import PART, discard, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
 SCORE = "score"  # key in the facts of a checkpoint: score of its model
@@ -21,6 +23,11 @@ ASIDE = ".aside"
 """Suffix of a checkpoint that a resumed run has set aside; its files are kept, but not loaded."""
 
 T = TypeVar("T")
+
+Version = tuple[int, int]  # time at which a checkpoint was completed, and inode
+
+_MOST_LOOKS, _PAUSE_S = 4, 0.05
+"""Listings, and seconds between them, while another job seems to rename checkpoints."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,8 +64,21 @@ def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> lis
     ]
 
 
+def version_of(path: Path) -> Version | None:
+    """Return a value that changes if a checkpoint is replaced; None if there is no checkpoint."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
 class CheckpointDirectory:
-    """Directory of a run's checkpoints: list, find, rename and remove them. Not collective."""
+    """Directory of a run's checkpoints: list, find, rename and remove them. Not collective.
+
+    Several jobs may use the directory. A job never removes or renames a checkpoint that was
+    completed after its own last one, so the checkpoint that was completed last always remains.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -70,17 +90,23 @@ class CheckpointDirectory:
         """Return the directory of the checkpoint after ``step`` steps."""
         return self.root / name_of(step)
 
-    def is_there(self, step: int) -> bool:
-        """Return whether a checkpoint of ``step`` exists, whole or damaged."""
-        return self.path(step).exists()
+    def version(self, step: int) -> Version | None:
+        """Return the version of the checkpoint of ``step``, whole or damaged; see above."""
+        return version_of(self.path(step))
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, damaged ones included, newest first.
 
         Raises ``CheckpointError``: the directory exists and cannot be read.
         """
-        found = (step_of(name) for name in self._names())
-        return sorted((step for step in found if step is not None), reverse=True)
+        found: set[int] = set()
+        for _ in range(_MOST_LOOKS):  # a listing may miss names that change meanwhile
+            names = self._names()
+            found = {step for name in names if (step := step_of(name)) is not None}
+            if found or not names:
+                break
+            time.sleep(_PAUSE_S)
+        return sorted(found, reverse=True)
 
     def newest(self, passed_over: Collection[int] = ()) -> tuple[int | None, dict[int, str]]:
         """Return the newest step with a whole manifest, and the faults of newer steps.
@@ -89,21 +115,25 @@ class CheckpointDirectory:
         ``CheckpointError``: the directory exists and cannot be read.
         """
         faults: dict[int, str] = {}
-        gone: dict[int, str] = {}  # removed by another job; list the directory again
-        while steps := [s for s in self.steps() if s not in {*passed_over, *faults, *gone}]:
-            try:
-                CheckpointManifest.read(self.path(steps[0]))
-            except CheckpointError as error:
-                found = faults if self.is_there(steps[0]) else gone
-                found[steps[0]] = str(error)
-            else:
-                return steps[0], faults
-        if not faults and not gone and {*self.steps()} - {*passed_over}:
-            return self.newest(passed_over)  # another job wrote a checkpoint after the listing
-        # Some file systems list removed files for a while. Steps that are still listed are
-        # faults, so that the caller does not start the run again without its checkpoints.
-        listed = self.steps() if gone else []
-        return None, faults | {step: why for step, why in gone.items() if step in listed}
+        num_looks = Counter[int]()  # by step that another job removed or replaced
+        while True:
+            gone: dict[int, str] = {}
+            for step in self.steps():
+                if step in passed_over or step in faults:
+                    continue
+                before = self.version(step)
+                try:
+                    CheckpointManifest.read(self.path(step))
+                except CheckpointError as error:
+                    is_same = before is not None and before == self.version(step)
+                    (faults if is_same else gone)[step] = str(error)
+                else:
+                    return step, faults
+            num_looks.update([*gone])
+            # Some file systems list removed files for a while: then the run has checkpoints.
+            if all(num_looks[step] > _MOST_LOOKS for step in gone):
+                return None, faults | gone
+            time.sleep(_PAUSE_S)
 
     def tidy(
         self, newest: int, *, keep: int, keep_best: int = 0, damaged: Collection[int] = ()
@@ -114,20 +144,23 @@ class CheckpointDirectory:
         leftover for the next call and not a damaged checkpoint. A thread removes the files, so
         that the caller does not wait for them. Checkpoints of steps after ``newest``, which the
         run wrote before it resumed from an older one, are renamed, because a restart would load
-        them. ``damaged`` steps are not counted in ``keep``.
+        them. Checkpoints that another job has completed after ``newest`` stay. ``damaged`` steps
+        are not counted in ``keep``.
         """
         self.finish()
         self._known.pop(newest, None)  # ``newest`` may replace a checkpoint without a score
-        steps = self._try(self.steps) or []
+        steps = self._older(newest)
         for step in steps:
             if step > newest:
-                self._try(partial(self._set_aside, step, newest, is_damaged=step in damaged))
+                self._try(
+                    partial(self._set_aside, step, newest, steps[step], is_damaged=step in damaged)
+                )
         present = [self._kept(step, damaged) for step in steps if step <= newest]
         going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
             # Nothing reads this name, so an interrupted removal leaves no damaged checkpoint.
             gone = self.root / f"{name_of(step)}.gone.{token_hex(4)}{PART}"
-            self._try(partial(self.path(step).rename, gone))
+            self._try(partial(self._rename, step, gone, steps[step]))
         if going or len(present) < len(steps):
             self._try(partial(sync, self.root))
         # List now: later, the directory of the next save has such a name too.
@@ -144,7 +177,22 @@ class CheckpointDirectory:
     def _remove(self, leftovers: Iterable[Path]) -> None:
         """Remove directories of killed writers and of removed checkpoints."""
         for path in leftovers:
-            self._try(partial(shutil.rmtree, path))
+            self._try(partial(discard, path))
+
+    def _older(self, newest: int) -> dict[int, Version]:
+        """Return ``newest`` and the steps that were completed before ``newest``, by version."""
+        steps = self._try(self.steps) or []
+        found = {step: at for step in steps if (at := self.version(step)) is not None}
+        if (own := found.get(newest)) is None:  # renamed by another job
+            return {}
+        return {step: at for step, at in found.items() if (at[0], step) <= (own[0], newest)}
+
+    def _rename(self, step: int, path: Path, version: Version) -> None:
+        """Rename the checkpoint of ``step``, unless another job has replaced ``version``."""
+        self.path(step).rename(path)
+        if version_of(path) != version:
+            path.rename(self.path(step))
+            raise CheckpointError(f"another job writes {self.path(step)}")
 
     def _try(self, action: Callable[[], T]) -> T | None:
         try:
@@ -178,11 +226,11 @@ class CheckpointDirectory:
             self._known[step] = Kept(step, score=score if isinstance(score, float) else None)
         return self._known[step]
 
-    def _set_aside(self, step: int, newest: int, *, is_damaged: bool) -> None:
+    def _set_aside(self, step: int, newest: int, version: Version, *, is_damaged: bool) -> None:
         aside = self.path(step).with_name(name_of(step) + ASIDE)
         if aside.exists():
             shutil.rmtree(aside)
-        self.path(step).rename(aside)
+        self._rename(step, aside, version)
         origin = "of another job or of this run before it resumed"
         _LOG.warning(
             "a restart loads the latest checkpoint, which must be the last save of the run, but "

@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory, version_of
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, step_of
 from hpctrain.checkpoint.loading import check
@@ -43,7 +43,13 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
         return found[-1]
     if which == "best":
         # Choose the newest of equal scores, as the run does when it removes checkpoints.
-        facts = ((CheckpointManifest.read(one).facts, one) for one in found)
+        before = [version_of(one) for one in found]
+        try:
+            facts = [(CheckpointManifest.read(one).facts, one) for one in found]
+        except CheckpointError:
+            if None not in before and before == [version_of(one) for one in found]:
+                raise
+            return checkpoint_of(path, which)  # a checkpoint was removed or replaced
         scored = [(of_one[SCORE], one) for of_one, one in facts if SCORE in of_one]
         if scored:
             return max(scored)[1]
@@ -138,12 +144,14 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
     """Compare the bytes of a checkpoint, or of all checkpoints of a run, with their checksums.
 
     Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
-    removes meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.
+    removes or replaces meanwhile are omitted. Raises ``CheckpointError``: there is no checkpoint.
     """
     has_checked = False
     for directory in checkpoints_in(path):
+        before = version_of(directory)
         faults = check(directory)
-        if not faults or directory.exists() or directory == Path(path):
+        is_same = before is not None and before == version_of(directory)
+        if not faults or is_same or directory == Path(path):
             has_checked = True
             yield directory, faults
     if not has_checked:  # all listed checkpoints were removed, so list the directory again

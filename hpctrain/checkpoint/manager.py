@@ -240,8 +240,8 @@ class Manager:
         """Load the newest readable checkpoint; return None if there are no checkpoints.
 
         Collective; waits for the save in flight. As in ``latest``, damaged checkpoints are logged
-        and skipped. If another job removes a checkpoint during the read, the directory is listed
-        again.
+        and skipped. If another job removes or replaces a checkpoint during the read, the directory
+        is listed again.
 
         Args:
             into: parts of tensors that this rank wants; see ``load``.
@@ -250,11 +250,13 @@ class Manager:
             CheckpointError: there are checkpoints, and none can be read; on every rank.
         """
         while (step := self._newest()) is not None:
+            version = self._shelf.version(step)
             try:
                 loaded = loading.load(self._shelf.path(step), self._comm, into=into)
             except CheckpointError as error:
-                # A checkpoint that another job removed is not damaged: there may be newer ones.
-                if self._comm.broadcast_object(self._shelf.is_there(step)):
+                # What another job removed or replaced is not damaged: there may be newer ones.
+                is_same = version is not None and version == self._shelf.version(step)
+                if self._comm.broadcast_object(is_same):
                     self._skip_damaged(step, str(error))
                 continue
             self._step, self._has_score = step, SCORE in loaded.facts

@@ -39,7 +39,7 @@ from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.core.atomic import PART, appear, make_folder, sync
+from hpctrain.core.atomic import PART, appear, discard, make_folder, sync
 from hpctrain.core.checks import checked
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
@@ -399,7 +399,7 @@ def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
     with suppress(FileNotFoundError):
         for path in directory.parent.iterdir():
             if path.name.startswith(f"{directory.name}.") and path.suffix == PART:
-                shutil.rmtree(path)
+                discard(path)
     room = directory.with_name(f"{directory.name}.{token_hex(4)}{PART}")
     make_folder(directory.parent)
     room.mkdir()

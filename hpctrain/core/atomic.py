@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -73,6 +74,17 @@ def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
     except OSError:
         old.rename(directory)
         raise
+
+
+def discard(path: Path) -> None:
+    """Remove a directory that ends with ``PART``, of this process or of another one.
+
+    The directory is renamed first, so that a writer that still exists fails and does not publish
+    a directory without some of its files. Raises ``OSError`` if the file system reports an error.
+    """
+    if ".gone." not in path.name:
+        path = path.rename(path.with_suffix(f".gone.{token_hex(4)}{PART}"))
+    shutil.rmtree(path)
 
 
 def make_folder(path: Path) -> None:

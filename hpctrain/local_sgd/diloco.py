@@ -113,6 +113,7 @@ class DiLoCo(LocalMethod):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Replace the model by the outer model inside the block. Collective."""
+        self._require_open()
         if self.rounds.agrees:
             yield
             return

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.compress.by_name import Compressing
+from hpctrain.core.checks import require_open
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
@@ -88,7 +89,7 @@ class LocalMethod(CommonBlock, StateFields):
         if hasattr(optimizer, METHOD_MARK):
             raise ConfigError(
                 f"an optimizer can only have one local or asynchronous method at a time, but "
-                f"{getattr(optimizer, METHOD_MARK)} has the optimizer of this "
+                f"{getattr(optimizer, METHOD_MARK)} already uses the optimizer passed to "
                 f"{type(self).__name__}; first end the block of "
                 f"{getattr(optimizer, METHOD_MARK)}, or call its close()"
             )
@@ -176,8 +177,10 @@ class LocalMethod(CommonBlock, StateFields):
         Collective. Required only on a rank that skips ``backward``, before gradient clipping.
 
         Raises:
-            ConfigError: the optimizer has become a ``DistributedOptimizer``.
+            ConfigError: the optimizer has become a ``DistributedOptimizer``, or the block has
+                ended.
         """
+        self._require_open()
         self._average_gradients()
 
     def finish(self) -> None:
@@ -223,6 +226,7 @@ class LocalMethod(CommonBlock, StateFields):
 
         Replicas are weighted as at the end of a round.
         """
+        self._require_open()
         if self.rounds.agrees:
             yield
             return
@@ -310,8 +314,9 @@ class LocalMethod(CommonBlock, StateFields):
             flags: bits 0 to 2.
 
         Raises:
-            ConfigError: another bit is set.
+            ConfigError: another bit is set, or the block has ended.
         """
+        self._require_open()
         if not 0 <= flags < SWITCH:
             raise ConfigError(f"flags must be bits 0 to 2, got {flags:#b}; set other bits to 0")
         self._flags = flags
@@ -341,16 +346,12 @@ class LocalMethod(CommonBlock, StateFields):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Continue in the middle of a round, after ``load_shared_state``. Collective."""
+        self._require_open()
         super().load_own_state({"round_model": {}, **state})  # for states of older versions
         self._raise()
 
     def _require_open(self) -> None:
-        if not self._hooks:
-            name = type(self).__name__
-            raise ConfigError(
-                f"methods of {name} must be called before the end of its block, but the block has "
-                f"ended; make a new {name}"
-            )
+        require_open(self._hooks, type(self).__name__, ConfigError)
 
     # -- for subclasses ----------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class StagedSGD(LocalMethod):
 
     def observe(self, loss: float) -> None:
         """Adapt steps and delay to the mean of ``loss`` over all ranks. Collective."""
+        self._require_open()
         self._synchronous.confirm()
         mean = torch.tensor(loss, dtype=torch.float64)
         self._comm.allreduce_(mean, scale=1.0 / self._comm.size).wait()

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -195,6 +196,16 @@ def test_workers_wait_for_a_straggler_at_the_bound_only(hvd, world):
     assert world.allgather(taken) == [0] + [3] * (hvd.size() - 1)
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_closed_method_is_rejected(hvd_nodes):
+    model = make_model()
+    method = hvd_nodes.StaleSynchronous(model, sgd(model), 1)
+    method.close()
+    for call in (method.skip_step, method.settle, partial(method.set_num_samples, 1)):
+        with pytest.raises(ConfigError, match="StaleSynchronous must be open"):
+            call()
+
+
 @MANY
 def test_worker_that_ends_early_blocks_no_rank_and_all_have_one_model(hvd_nodes, world):
     hvd, model = hvd_nodes, make_model()
@@ -208,7 +219,8 @@ def test_worker_that_ends_early_blocks_no_rank_and_all_have_one_model(hvd_nodes,
     assert not hasattr(optimizer, "_local_method")
     for call in (method.settle, method.settled().__enter__, method.reload, method.__enter__):
         with pytest.raises(
-            ConfigError, match=r"methods of StaleSynchronous .* the block has ended"
+            ConfigError,
+            match=r"StaleSynchronous must be open .* save and load model and optimizer as plain",
         ):
             call()
     train(hvd, model, optimizer, 0, 1)  # the plain optimizer, with the state of the servers

@@ -3,17 +3,22 @@
 import math
 import os
 import pkgutil
+import random
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import loading
-from hpctrain.checkpoint.checkpoint_directory import Kept, expendable
+from hpctrain.checkpoint import loading, saving
+from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory, Kept, expendable
 from hpctrain.checkpoint.format.manifest import name_of, step_of
+from hpctrain.checkpoint.inspection import checkpoint_of, checkpoints_in
 from hpctrain.checkpoint.manager import Manager
+from hpctrain.checkpoint.saving import save
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import flip, loaded_value, managed, state, steps_in
@@ -96,8 +101,15 @@ def test_run_does_not_restart_from_zero_if_all_checkpoints_are_damaged(comm, roo
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("when", ["checkpoint_directory.CheckpointManifest.read", "loading.load"])
-def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("when", "step"),
+    [
+        ("checkpoint_directory.CheckpointManifest.read", 2),
+        ("loading.load", 2),
+        ("loading.block_reader.read", 1),
+    ],
+)
+def test_the_newest_is_found_while_another_job_saves(comm, root, when, step, caplog, monkeypatch):
     with managed(root, comm) as manager:
         manager.save(state(1), 1, wait=True)
     module, _, name = when.rpartition(".")
@@ -110,17 +122,90 @@ def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, 
             has_begun.append(True)
             if comm.rank == 0:
                 with managed(root, SerialCommunicator(), keep=1) as other:
-                    other.save(state(2), 2, wait=True)
+                    other.save(state(step, numel=50), step, wait=True)
             if name == "load":  # every rank calls this
                 comm.barrier()
         return read(*args, **options)
 
     monkeypatch.setattr(owner, name, read_later)
     with managed(root, comm) as manager:
-        assert loaded_value(manager) == 2
+        assert loaded_value(manager) == step
     assert has_begun or comm.rank
-    assert steps_in(root) == [2]
+    assert steps_in(root) == [step]
     assert not caplog.records
+
+
+def test_a_checkpoint_is_found_at_any_time_while_two_jobs_save(root):
+    """Two jobs save with random steps, and a third job loads."""
+    alone, loads = SerialCommunicator(), 0
+
+    def job(seed):
+        draw, step = random.Random(seed), 0
+        with managed(root, alone, keep=1, background=False) as manager:
+            for _ in range(40):
+                step += draw.choice([1, 1, 2])
+                with suppress(CheckpointError):  # the other job has removed the files of this one
+                    manager.save(state(step, numel=draw.randint(1, 100)), step)
+
+    with managed(root, alone, background=False) as manager, ThreadPoolExecutor(2) as pool:
+        manager.save(state(0), 0)
+        jobs = [pool.submit(job, seed) for seed in (1, 2)]
+        while not all(each.done() for each in jobs):
+            with managed(root, alone) as reader:
+                loads += loaded_value(reader) >= 0
+            assert checkpoints_in(root)
+            assert checkpoint_of(root, "last")
+        for each in jobs:
+            each.result()
+    assert loads
+
+
+@pytest.mark.parametrize("first", [4, 7])
+def test_jobs_with_different_steps_keep_the_checkpoint_completed_last(root, first):
+    with managed(root, SerialCommunicator(), keep=9) as manager:
+        manager.save(state(7), 7, wait=True)
+        os.utime(root / "step-00000007", (1, 1))
+    save(root / "step-00000004", state(4), SerialCommunicator(), step=4)
+    for step in (first, 11 - first):
+        CheckpointDirectory(root).tidy(step, keep=1)
+    assert steps_in(root) == [4]
+
+
+def test_a_save_whose_files_another_job_removes_is_not_published(root, monkeypatch):
+    alone = SerialCommunicator()
+    save(root / "step-00000001", state(1), alone, step=1)
+
+    def removal_of(make, room, directory, guard):
+        remove = os.unlink
+
+        def unlink_and_publish(path, **options):
+            monkeypatch.setattr(os, "unlink", remove)
+            remove(path, **options)
+            with suppress(OSError):
+                room.rename(directory)  # as the other job does now
+
+        monkeypatch.setattr(os, "unlink", unlink_and_publish)
+        other = CheckpointDirectory(root)
+        other.tidy(1, keep=1)
+        other.finish()
+        return publish(make, room, directory, guard)
+
+    publish = saving._publish
+    monkeypatch.setattr(saving, "_publish", removal_of)
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        save(root / "step-00000002", state(2), alone, step=2)
+    assert CheckpointDirectory(root).newest() == (1, {})
+
+
+def test_a_listing_without_checkpoints_is_repeated_if_there_are_other_names(root, monkeypatch):
+    with managed(root, SerialCommunicator()) as manager:
+        manager.save(state(1), 1, wait=True)
+    missed = iter([["step-00000001.1.part"]])
+    names = CheckpointDirectory._names
+    monkeypatch.setattr(
+        CheckpointDirectory, "_names", lambda self: next(missed, None) or names(self)
+    )
+    assert CheckpointDirectory(root).newest() == (1, {})
 
 
 @pytest.mark.ranks(2, 3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
+from hpctrain.checkpoint import inspection
 from hpctrain.checkpoint.format.manifest import step_of
 from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of, verify
 from hpctrain.comm.mpi import MpiCommunicator
@@ -92,11 +93,22 @@ def test_every_fault_is_reported_with_its_file(run, harm, name):
     assert "\n" not in fault
 
 
-def test_checkpoint_removed_during_verification_is_not_reported(run):
+def test_checkpoint_removed_or_replaced_during_verification_is_not_reported(run, monkeypatch):
     found = verify(run)
     assert next(found)[0].name.endswith("1")
     shutil.rmtree(file_of(run, 2).parent)
-    assert [(place.name[-1], faults) for place, faults in found] == [("3", []), ("4", [])]
+    check = inspection.check
+
+    def check_later(directory):
+        """Let another job replace the checkpoint of step 3 during the check."""
+        if directory.name.endswith("3") and flip(file_of(run, 3)) is None:
+            faults = check(directory)
+            write(run, 3)
+            return faults
+        return check(directory)
+
+    monkeypatch.setattr(inspection, "check", check_later)
+    assert [(place.name[-1], faults) for place, faults in found] == [("4", [])]
     assert output_by(file_of(run, 2).parent) == [(2, False)]
 
 

@@ -203,6 +203,8 @@ def test_close_ends_work_that_is_not_done(pool):
     for future in futures:
         with pytest.raises(DataError, match="was closed"):
             future.result(LIMIT_S)
+    errors = [str(submit(pool, [800]).exception(LIMIT_S)) for _ in range(9)]
+    assert any(error.startswith("a decode pool must be open") for error in errors)
 
 
 RANK = """

@@ -340,8 +340,12 @@ def test_rounds_continue_after_finish_and_a_closed_method_is_rejected(world, hvd
         lambda: method.set_backward_passes_per_step(2),
         lambda: method.take_part(takes_part=False),
         lambda: method.load_state_dict(method.state_dict()),
+        lambda: method.load_own_state(method.own_state()),
+        lambda: method.raise_flags(1),
+        method.synchronize,
+        method.averaged().__enter__,
     ):
-        with pytest.raises(ConfigError, match=f"the block has ended; make a new {name}"):
+        with pytest.raises(ConfigError, match=f"{name} must be open .* closed; create a new one"):
             again()
     Run(hvd_nodes, name, 4, model=run.model, optimizer=lambda _: run.optimizer).end(3)
     assert run.num_kinds(world) == 1

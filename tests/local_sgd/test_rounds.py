@@ -64,7 +64,7 @@ def test_invalid_arguments_are_rejected(hvd_nodes):
 def test_an_optimizer_must_be_plain_and_have_one_method(hvd_nodes):
     model = make_model()
     optimizer = sgd(model)
-    message = "LocalSGD has the optimizer of this DiLoCo"
+    message = "LocalSGD already uses the optimizer passed to DiLoCo"
     with hvd_nodes.LocalSGD(model, optimizer, 2), pytest.raises(ConfigError, match=message):
         hvd_nodes.DiLoCo(model, optimizer, 2)
     run = Run(hvd_nodes, "DiLoCo", 2, model=model, optimizer=lambda _: optimizer).to(2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hpctrain.core.errors import ConfigError
 from tests.gradients.training import make_model, train_alone
 from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, weights_of
 
@@ -73,6 +74,8 @@ def test_all_ranks_decide_by_their_mean_loss(world, hvd_nodes):
     method.observe(0.0 if world.rank == 0 else world.size / (world.size - 1))
     assert world.allgather(method.facts["steps"]) == [2] * world.size
     method.close()
+    with pytest.raises(ConfigError, match="StagedSGD must be open"):
+        method.observe(1.0)
 
 
 @NODES

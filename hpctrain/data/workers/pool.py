@@ -16,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.core.checks import require_open
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import add_note
 from hpctrain.core.units import shortened
@@ -90,10 +91,8 @@ class DecodePool:
         """
         worker = self._free.get()
         try:
-            if worker is None:
-                raise DataError(
-                    "the decode pool must be open, but was closed; create another pool"
-                )
+            require_open(worker, "a decode pool", DataError)
+            assert worker is not None
             return worker.ask(np.asarray(indices, np.int64), epoch, seed)
         finally:
             self._free.put(worker)
