@@ -212,7 +212,7 @@ def test_a_file_that_does_not_show_its_ranks_is_an_error(launch):
     """
     done = launch(body, ranks=1)
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "test_one, on (1, 2) ranks, has neither; add one" in done.text
+    assert "test_one ((1, 2) ranks) has neither; add one" in done.text
 
 
 def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):

@@ -15,6 +15,8 @@ from hpctrain.report.page import Cell
 
 MAX_CODE = 1000  # characters of a line of a listing
 MAX_CELL = 160  # characters of a line of a cell in the PDF, which is broken into up to 4 lines
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_LATEX_CHARS = 88  # of a line of a table in LaTeX, with one for the space after each column
 
 _LATEX = {
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
@@ -24,6 +26,7 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
+    "[": "{[}",  # after the end of a line, a bracket would be its argument
     "\N{EN DASH}": "--",
     "\N{HORIZONTAL ELLIPSIS}": r"\dots{}",
     "\N{REPLACEMENT CHARACTER}": "?",
@@ -148,20 +151,33 @@ def _markdown(block: Block) -> list[str]:
 
 
 def _latex(table: Table) -> str:
-    rows = [[_escaped(cell) for cell in row] for row in (table.heads, *table.texts())]
-    head, *body = [f"  {' & '.join(row)} \\\\" for row in rows]
+    rows = [table.heads, *table.texts()]
+    cells: list[list[list[str]]] = []
+    for width in range(MAX_CELL, 7, -1):  # the widest columns with which the table fits
+        cells = [[_cell_lines(cell, width) for cell in row] for row in rows]
+        longest = [max(map(len, chain(*column))) for column in zip_longest(*cells, fillvalue=[""])]
+        if sum(longest) + len(longest) <= _LATEX_CHARS:
+            break
+    texts = [[_stacked([_escaped(line) for line in cell]) for cell in row] for row in cells]
+    head, *body = [f"  {' & '.join(row)} \\\\" for row in texts]
     columns = "r" * len(table.heads)
     return "\n".join(
         [
             "\\begin{table}",
             f"\\caption{{{_escaped(table.title)}}}",
-            "\\centering\\footnotesize",
+            "\\centering\\scriptsize\\setlength{\\tabcolsep}{2pt}",
             f"\\begin{{tabular}}{{{columns}}}",
             *("  \\hline", head, "  \\hline", *body, "  \\hline"),
             "\\end{tabular}",
             "\\end{table}\n",
         ]
     )
+
+
+def _stacked(lines: Sequence[str]) -> str:
+    text = r" \\ ".join(lines)
+    form = r"\begin{{tabular}}[t]{{@{{}}r@{{}}}}{}\end{{tabular}}"
+    return text if len(lines) == 1 else form.format(text)
 
 
 def _escaped(text: str) -> str:
@@ -272,9 +288,14 @@ def _wrapped(text: str, width: int) -> list[str]:
     return wrap(text, width, break_on_hyphens=False)
 
 
-def _cell_lines(cell: str) -> list[str]:
-    lines = (wrap(shown(line, MAX_CELL), MAX_CELL // 4) for line in cell.splitlines())
-    return list(chain.from_iterable(lines)) or [""]
+def _cell_lines(cell: str, width: int = MAX_CELL // 4) -> list[str]:
+    found = []
+    for line in cell.splitlines():
+        # A number and its unit stay together: ``wrap`` breaks lines at plain spaces only.
+        kept = re.sub(r"(?<=\d) (?=[^\W\d])", _NO_BREAK, shown(line, MAX_CELL))
+        parts = wrap(kept, width, break_long_words=False)
+        found += [part.replace(_NO_BREAK, " ") for part in parts]
+    return found or [""]
 
 
 def _widths(rows: Iterable[Sequence[Sequence[str]]], size: float) -> list[float]:

@@ -54,12 +54,22 @@ def test_a_death_before_mpi_init_ends_all_ranks():
     assert len(re.findall(f"{by_ranks}|{by_launcher}", done.stderr)) == 1, done.stderr
 
 
+MPI_CRASH = "ompi_comm_revoke_local"
+"""Function in which Open MPI 5.0 sometimes crashes when it is told of the death of a rank while
+communicators are created; see github.com/sandialabs/Fenix, issue 136."""
+
+
 def launched(tmp_path, kills, *options, num_ranks=4, spares=0):
     """Launch until the end; return the result of each surviving rank, by rank of the launch."""
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", num_ranks, "--recover", *options]
     line += ["--spares", spares]
     program = [*preload.python(), recovering.__file__, tmp_path, json.dumps(kills)]
-    done = ended([*line, "--", *program], timeout=400)
+    for _ in range(3):
+        done = ended([*line, "--", *program], timeout=400)
+        if MPI_CRASH not in done.stderr:
+            break
+        for file in tmp_path.iterdir():
+            file.unlink()
     assert done.returncode == 0, done.stderr
     ends = {int(file.stem): json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
     lost = {rank for rank, *_ in kills}
