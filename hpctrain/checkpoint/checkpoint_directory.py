@@ -103,7 +103,7 @@ class CheckpointDirectory:
         for _ in range(_MOST_LOOKS):  # a listing may miss names that change meanwhile
             names = self._names()
             found = {step for name in names if (step := step_of(name)) is not None}
-            if found or not names:
+            if found or not any(name.startswith("step-") for name in names):
                 break
             time.sleep(_PAUSE_S)
         return sorted(found, reverse=True)
