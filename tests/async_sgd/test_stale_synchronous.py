@@ -444,5 +444,7 @@ def test_changes_unknown_to_servers_raise_on_all_ranks(hvd, world, what):
         loop()
     match = {"end": "same settle", "close": "same settle", "settle": "same settle"}
     texts = world.allgather(str(caught.value))
+    if what == "close":
+        assert "must be open" in texts.pop(), texts
     wanted = match.get(what, "changed outside of step() (0.weight")
     assert all(wanted in text for text in texts), texts
