@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from threading import Thread
 from typing import TypeVar
 
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, name_of, step_of
-from hpctrain.core.atomic import PART, discard, reason_of, sync
+from hpctrain.core.atomic import PART, discard, doomed, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
 SCORE = "score"  # key in the facts of a checkpoint: score of its model
@@ -73,6 +72,11 @@ def version_of(path: Path) -> Version | None:
     return found.st_mtime_ns, found.st_ino
 
 
+def is_unchanged(path: Path, before: Version | None) -> bool:
+    """Return whether a checkpoint that had version ``before`` still exists and has it."""
+    return before is not None and before == version_of(path)
+
+
 class CheckpointDirectory:
     """Directory of a run's checkpoints: list, find, rename and remove them. Not collective.
 
@@ -89,10 +93,6 @@ class CheckpointDirectory:
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint after ``step`` steps."""
         return self.root / name_of(step)
-
-    def version(self, step: int) -> Version | None:
-        """Return the version of the checkpoint of ``step``, whole or damaged; see above."""
-        return version_of(self.path(step))
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, damaged ones included, newest first.
@@ -121,12 +121,12 @@ class CheckpointDirectory:
             for step in self.steps():
                 if step in passed_over or step in faults:
                     continue
-                before = self.version(step)
+                path = self.path(step)
+                before = version_of(path)
                 try:
-                    CheckpointManifest.read(self.path(step))
+                    CheckpointManifest.read(path)
                 except CheckpointError as error:
-                    is_same = before is not None and before == self.version(step)
-                    (faults if is_same else gone)[step] = str(error)
+                    (faults if is_unchanged(path, before) else gone)[step] = str(error)
                 else:
                     return step, faults
             num_looks.update([*gone])
@@ -159,8 +159,7 @@ class CheckpointDirectory:
         going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
             # Nothing reads this name, so an interrupted removal leaves no damaged checkpoint.
-            gone = self.root / f"{name_of(step)}.gone.{token_hex(4)}{PART}"
-            self._try(partial(self._rename, step, gone, steps[step]))
+            self._try(partial(self._rename, step, doomed(self.path(step)), steps[step]))
         if going or len(present) < len(steps):
             self._try(partial(sync, self.root))
         # List now: later, the directory of the next save has such a name too.
@@ -182,7 +181,7 @@ class CheckpointDirectory:
     def _older(self, newest: int) -> dict[int, Version]:
         """Return ``newest`` and the steps that were completed before ``newest``, by version."""
         steps = self._try(self.steps) or []
-        found = {step: at for step in steps if (at := self.version(step)) is not None}
+        found = {step: at for step in steps if (at := version_of(self.path(step))) is not None}
         if (own := found.get(newest)) is None:  # renamed by another job
             return {}
         return {step: at for step, at in found.items() if (at[0], step) <= (own[0], newest)}

@@ -6,7 +6,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory, version_of
+from hpctrain.checkpoint.checkpoint_directory import (
+    SCORE,
+    CheckpointDirectory,
+    is_unchanged,
+    version_of,
+)
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, step_of
 from hpctrain.checkpoint.loading import check
@@ -47,7 +52,7 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
         try:
             facts = [(CheckpointManifest.read(one).facts, one) for one in found]
         except CheckpointError:
-            if None not in before and before == [version_of(one) for one in found]:
+            if all(map(is_unchanged, found, before)):
                 raise
             return checkpoint_of(path, which)  # a checkpoint was removed or replaced
         scored = [(of_one[SCORE], one) for of_one, one in facts if SCORE in of_one]
@@ -150,8 +155,7 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
     for directory in checkpoints_in(path):
         before = version_of(directory)
         faults = check(directory)
-        is_same = before is not None and before == version_of(directory)
-        if not faults or is_same or directory == Path(path):
+        if not faults or is_unchanged(directory, before) or directory == Path(path):
             has_checked = True
             yield directory, faults
     if not has_checked:  # all listed checkpoints were removed, so list the directory again

@@ -12,7 +12,12 @@ from typing import Any, Protocol
 from hpctrain.checkpoint import loading, saving
 from hpctrain.checkpoint.background import BackgroundWriter, StateCopy
 from hpctrain.checkpoint.checkpoint_config import Files
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
+from hpctrain.checkpoint.checkpoint_directory import (
+    SCORE,
+    CheckpointDirectory,
+    is_unchanged,
+    version_of,
+)
 from hpctrain.checkpoint.refusal import explained, mismatches, of_save
 from hpctrain.checkpoint.schedule import CheckpointSchedule
 from hpctrain.comm.agreement import agreed, on_root, require_equal
@@ -250,13 +255,13 @@ class Manager:
             CheckpointError: there are checkpoints, and none can be read; on every rank.
         """
         while (step := self._newest()) is not None:
-            version = self._shelf.version(step)
+            path = self._shelf.path(step)
+            before = version_of(path)
             try:
-                loaded = loading.load(self._shelf.path(step), self._comm, into=into)
+                loaded = loading.load(path, self._comm, into=into)
             except CheckpointError as error:
                 # What another job removed or replaced is not damaged: there may be newer ones.
-                is_same = version is not None and version == self._shelf.version(step)
-                if self._comm.broadcast_object(is_same):
+                if self._comm.broadcast_object(is_unchanged(path, before)):
                     self._skip_damaged(step, str(error))
                 continue
             self._step, self._has_score = step, SCORE in loaded.facts

@@ -133,9 +133,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         algorithm = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
         work = self.allreduce_by(algorithm, tensor, op=op, scale=scale)
         if algorithm in KINDS:
-            how, num_bytes = combination(tensor.dtype, op), tensor.numel() * tensor.itemsize
-            numel = num_bytes // how.storage_dtype.itemsize
-            what = self.node.slots.sum_of(KINDS[algorithm], how, numel, scale)
+            how = combination(tensor.dtype, op)
+            what = self.node.slots.sum_of(KINDS[algorithm], how, how.numel(tensor), scale)
             if what.total is not None:
                 if len(self._sums) >= MAX_VIEWS:
                     self._sums.clear()
@@ -150,8 +149,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         how = combination(tensor.dtype, op)
         if algorithm == "library":
             if not self._one_node:  # a rank with another algorithm waits here, too
-                numel = tensor.numel() * tensor.itemsize // how.storage_dtype.itemsize
-                self.node.check_call(tensor_call(op, how.storage_dtype, numel, scale))
+                call = tensor_call(op, how.storage_dtype, how.numel(tensor), scale)
+                self.node.check_call(call)
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
         stored = values if values.dtype is how.storage_dtype else how.view(values)

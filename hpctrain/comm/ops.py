@@ -83,6 +83,10 @@ class Combination:
         """Return a 1-D tensor viewed as ``storage_dtype``."""
         return flat if flat.dtype is self.storage_dtype else flat.view(self.storage_dtype)
 
+    def numel(self, tensor: Tensor) -> int:
+        """Return the number of values of ``storage_dtype`` in a tensor."""
+        return tensor.numel() * tensor.itemsize // self.storage_dtype.itemsize
+
     def into(self, total: Tensor, other: Tensor) -> None:
         """Replace ``total`` by ``total (op) other``.
 

@@ -76,14 +76,22 @@ def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
         raise
 
 
+_GONE = ".gone."  # in the names of directories that are to be removed
+
+
+def doomed(path: Path) -> Path:
+    """Return a new path to which a directory is renamed before it is removed; see ``discard``."""
+    return path.with_name(f"{path.name.removesuffix(PART)}{_GONE}{token_hex(4)}{PART}")
+
+
 def discard(path: Path) -> None:
     """Remove a directory that ends with ``PART``, of this process or of another one.
 
     The directory is renamed first, so that a writer that still exists fails and does not publish
     a directory without some of its files. Raises ``OSError`` if the file system reports an error.
     """
-    if ".gone." not in path.name:
-        path = path.rename(path.with_suffix(f".gone.{token_hex(4)}{PART}"))
+    if _GONE not in path.name:
+        path = path.rename(doomed(path))
     shutil.rmtree(path)
 
 

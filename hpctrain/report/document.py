@@ -153,7 +153,7 @@ def _markdown(block: Block) -> list[str]:
 def _latex(table: Table) -> str:
     rows = [table.heads, *table.texts()]
     cells: list[list[list[str]]] = []
-    for width in range(MAX_CELL, 7, -1):  # the widest columns with which the table fits
+    for width in range(_LATEX_CHARS, 7, -1):  # the widest columns with which the table fits
         cells = [[_cell_lines(cell, width) for cell in row] for row in rows]
         longest = [max(map(len, chain(*column))) for column in zip_longest(*cells, fillvalue=[""])]
         if sum(longest) + len(longest) <= _LATEX_CHARS:

@@ -58,12 +58,9 @@ class SharedSlots:
 
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums all slots after a single barrier."""
-        node = self._node
-        what = self.sum_of(DIRECT, combination, values.numel(), scale)
-        if what.total is not None:
-            node.sum_values(what, values)
+        what, node = self._start(DIRECT, values, combination, scale), self._node
+        if what is None:
             return
-        node.begin(what.call)
         node.count(what.num_bytes)
         for chunk in values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
@@ -75,17 +72,25 @@ class SharedSlots:
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum; every rank sums one slice, then reads all slices."""
-        node = self._node
-        what = self.sum_of(SLICES, combination, values.numel(), scale)
-        if what.total is not None:
-            node.sum_values(what, values)
+        what, node = self._start(SLICES, values, combination, scale), self._node
+        if what is None:
             return
-        node.begin(what.call)
         for chunk in values.split(self.numel(values.dtype)):
             bucket = self._enter(chunk, what.call)
             node.sum_slice(bucket, combination, scale)
             node.barrier()
             self.leave(chunk, bucket, None)
+
+    def _start(
+        self, kind: int, values: Tensor, how: Combination, scale: float | None
+    ) -> TensorSum | None:
+        """Sum by the kernel and return None; without the kernel, only begin the call."""
+        what = self.sum_of(kind, how, values.numel(), scale)
+        if what.total is None:
+            self._node.begin(what.call)
+            return what
+        self._node.sum_values(what, values)
+        return None
 
     def _prepare(self, kind: int, how: Combination, numel: int, scale: float | None) -> TensorSum:
         call = tensor_call(how.op, how.storage_dtype, numel, scale)
