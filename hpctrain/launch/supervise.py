@@ -87,9 +87,8 @@ def supervise(
         LaunchError: the program cannot be started.
         KeyboardInterrupt: SIGINT has ended the launch; raised when mpirun has ended.
     """
-    with session(environ) as own, _ended_with_this() as watch:
-        process = _started(line, own)
-        watch(process.pid)
+    with session(environ) as own, _ended_with_this() as announce:
+        process = _started(line, own, announce)
         counts = Counter[str]()
         ending = _Ending(process, own.get(ASKED), counts, grace_s=grace_s, save_s=save_s)
         reader = threading.Thread(target=fold, args=(process, counts), daemon=True, name="stderr")
@@ -151,14 +150,18 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield {FOLDER: name} | dict(environ) | {ASKED: f"{name}/asked"}
 
 
-def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start mpirun, and forward the input of the terminal to mpirun."""
+def _started(
+    line: Sequence[str], environ: Mapping[str, str], announce: Callable[[], object]
+) -> subprocess.Popen[bytes]:
+    """Start mpirun, call ``announce`` in its process, and forward the input of the terminal."""
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
         # mpirun would read a file or pipe that belongs to the calling script. In its own session,
         # mpirun gets no Ctrl-C of the terminal, after which it kills ranks that could save.
         stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
-        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
+        process = start(
+            line, env=environ, stdin=stdin, stderr=subprocess.PIPE, preexec_fn=announce
+        )
     except OSError as error:
         raise LaunchError(
             f"{line[0]} must be a program that starts, but failed: {error}"
@@ -169,29 +172,26 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
 
 
 @contextlib.contextmanager
-def _ended_with_this() -> Iterator[Callable[[int], None]]:
+def _ended_with_this() -> Iterator[Callable[[], object]]:
     """Send SIGTERM to mpirun if this process ends inside the block.
 
-    The context manager yields a function that takes the process id of mpirun. A shell, started
-    before mpirun, waits until its input ends with this process, and then sends the signal.
+    The context manager yields a function that the process of mpirun must call before it runs
+    mpirun. The function sends the process id to a shell that was started before; the shell waits
+    until its input ends with this process, and then sends the signal. This process cannot send
+    the process id: SIGKILL could end this process between the start of mpirun and the message.
     ``PR_SET_PDEATHSIG`` is not used, because it can send the signal once for each thread that
     ends, and after a second signal mpirun exits and leaves the ranks.
     """
     waits = ["sh", "-c", 'read -r pid && { read -r line; kill -TERM "$pid"; }']
-    shell = start(waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    sink = shell.stdin
-    assert sink is not None
-
-    def watch(pid: int) -> None:
-        with contextlib.suppress(OSError):  # the shell was killed
-            sink.write(f"{pid}\n".encode())
-            sink.flush()
-
-    try:
-        yield watch
-    finally:
-        shell.kill()
-        shell.communicate()
+    reads, writes = os.pipe()
+    # This process also keeps the end for reading open: a write can then not raise SIGPIPE.
+    with os.fdopen(reads) as source, os.fdopen(writes, "wb", buffering=0) as sink:
+        shell = start(waits, stdin=source, stdout=subprocess.DEVNULL)
+        try:
+            yield lambda: sink.write(f"{os.getpid()}\n".encode())
+        finally:
+            shell.kill()
+            shell.wait()
 
 
 class _Ending:
