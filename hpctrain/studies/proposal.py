@@ -261,9 +261,10 @@ class Proposal:
             for name, cell in columns
             if not any(cell(each) for each in self.results.summaries)
         ]
+        totals = "bytes" if "energy" in missing else "bytes and energy"
         found: list[Any] = [
             _table(
-                f"{title}. Peak memory is the largest of all ranks; bytes and energy are for "
+                f"{title}. Peak memory is the largest of all ranks; {totals} are for "
                 f"{self._amount}.",
                 [*_SIZES, *columns],
                 points,

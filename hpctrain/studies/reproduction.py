@@ -120,13 +120,14 @@ def _yielded(results: StudyResults, required: float) -> Iterator[tuple[str, Stat
             yield f"efficiency {key}", _above(texts, found, required, "{:.1%}")
         if found is not None and (before := smaller.get(curve)) and each.growth > before.growth:
             texts = _order(name, results.label(before.point))
-            yield f"faster {key}", _above(texts, _speed(before, each), 1.0, _TIMES)
+            yield f"faster {key}", _above(texts, _speed(before, each), 1.0, _TIMES, is_order=True)
         if found is not None:
             smaller[curve] = each
         variant = first.setdefault(each.ranks, each)
         if variant is not each and variant.oversubscribed == each.oversubscribed:
             texts = _order(name, results.label(variant.point))
-            yield f"variant {key}", _above(texts, _speed(variant, each), 1.0, _TIMES)
+            speed = _speed(variant, each)
+            yield f"variant {key}", _above(texts, speed, 1.0, _TIMES, is_order=True)
         if target := results.config.study.target:
             reached = sum(record.time_to_target_s is not None for record in each.done)
             goal = f"repeat reaches {label_of(target)} at {name}"
@@ -144,11 +145,17 @@ def _speed(before: PointSummary, after: PointSummary) -> Estimate:
     return ratio(after.times_s, before.times_s)
 
 
-def _above(texts: tuple[str, str], found: Estimate, limit: float, form: str) -> Statement:
-    """Return the statement that a value is at least ``limit``; the second text negates it."""
+def _above(
+    texts: tuple[str, str], found: Estimate, limit: float, form: str, *, is_order: bool = False
+) -> Statement:
+    """Return the statement that a value is at least ``limit``; the second text negates it.
+
+    With ``is_order`` the texts are "above" and "below" ``limit``, and a value equal to ``limit``
+    is undecided.
+    """
     value = form.format(found.value)
     if found.low is None or found.high is None or found.falls_short:
         return Statement(*texts, f"{value}, too few repeats", None)
     ends = ", ".join(form.format(end).removesuffix(" times") for end in (found.low, found.high))
-    is_undecided = found.low < limit <= found.high
+    is_undecided = found.low < limit <= found.high or (is_order and found.low == limit)
     return Statement(*texts, f"{value} [{ends}]", None if is_undecided else found.low >= limit)

@@ -122,6 +122,15 @@ def write_study():
     return StudyResults.read(generated.write(results, Path("studies/s")))
 
 
+def test_equal_step_times_do_not_order_two_points():
+    times = {"step_s": [0.5] * generated.NUM_STEPS}
+    records = [replace(each, **times) for each in generated.records(load(Path("study.toml")))]
+    results = generated.complete(config=load(Path("study.toml")), records=records)
+    found = Reproduction(results, results)
+    assert [each.text for each in found.conclusions] == ["efficiency at ranks 2 below 75%"]
+    assert found.num_undecided == 1
+
+
 def test_equal_studies_give_equal_archives():
     results = write_study()
     export(results, Path("a.tar.gz"))
