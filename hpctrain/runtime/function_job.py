@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.env import EXIT_CODE_FILE
+from hpctrain.core.atomic import explained_writes, make_folder
 from hpctrain.core.checks import CheckedFields, Count, Number, Texts
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.paths import absolute
@@ -162,7 +163,9 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
         )
     name = getattr(fn, "__name__", "function").strip("<>")
     folder = absolute(_new_folder(name) if resources.folder is None else resources.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with explained_writes("the folder of a job", folder, "name another with Resources.folder"):
+        make_folder(folder)
+        program = tuple(write_call(folder, fn, args, kwargs))
     settings = BatchSettings(
         job_name=name,
         partition=resources.partition,
@@ -175,7 +178,7 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
         requeue=resources.requeue,
         extra=tuple(resources.options),
         output=f"{folder}/slurm-%j.out",
-        program=tuple(write_call(folder, fn, args, kwargs)),
+        program=program,
         directory=str(folder),
     )
     script = batch_script.script("requeue" if settings.requeue else "multi_node", settings)

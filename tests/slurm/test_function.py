@@ -55,6 +55,12 @@ def test_resources_are_checked_and_must_be_the_second_argument():
         hpctrain.submit(total, 1)
 
 
+@pytest.mark.parametrize("folder", ["/proc/none/here", "/dev/null/here"])
+def test_a_folder_that_cannot_be_written_is_rejected(folder):
+    with pytest.raises(ConfigError, match=rf"folder of a job must be writable, but {folder}"):
+        hpctrain.submit(total, Resources(folder=folder), 1, nodes=2)
+
+
 def test_a_login_node_needs_neither_torch_nor_mpi():
     code = (
         "import sys; from hpctrain import submit, Job; "
