@@ -372,7 +372,10 @@ class HpctrainGroup(OrderedGroup):
         if not 0 <= tag <= _LARGEST_TAG:
             raise ValueError(f"tag must be from 0 to {_LARGEST_TAG}, got {tag}")
         if self._wire is None or self._watch is None:
-            raise ValueError("a group must have two or more ranks to send and receive, got one")
+            raise ValueError(
+                "a group must have two or more ranks to send and receive, got one; use a larger "
+                "group, or copy the tensor"
+            )
         self._watch.require_in_step()
         return self._wire
 
