@@ -108,7 +108,7 @@ class StepExchange:
             group["lr"] = peak * rate
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the flags that all ranks receive in this step's header. Local."""
+        """Send these bits to all ranks in the message of this step. Local."""
         self.method.raise_flags(flags)
 
     def report_loss(self, loss: float) -> None:
