@@ -55,8 +55,8 @@ class AsyncMethod(CommonBlock):
     writes through ``.data`` are lost. In a world of one rank, the server has no thread and runs
     while the rank waits for replies.
 
-    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
-    is collective.
+    The constructor is collective: it broadcasts the model of rank 0, starts the servers and hooks
+    the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -83,7 +83,7 @@ class AsyncMethod(CommonBlock):
         here, name = world.current(), type(self).__name__
         self.model, self.optimizer, self._presence = model, optimizer, here.presence
         self.is_compared = here.settings.check_weights != "off"
-        """Whether it is an error if ranks end with different values, without ``settle``."""
+        """Whether ranks that end with different values, without ``settle``, raise an error."""
         with agreed(here.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
@@ -96,7 +96,7 @@ class AsyncMethod(CommonBlock):
         self._watch = WriteWatch(self._layout)
         parameters = self._layout.parameters
         self.server_optimizer = self._optimizer_of_servers(parameters)
-        """Optimizer that the servers apply; contains the state only while no server stores it."""
+        """Optimizer that the servers apply; its state is empty while servers store the state."""
         self._take_state()
         require_equal(
             here.comm,
@@ -287,7 +287,7 @@ class AsyncMethod(CommonBlock):
         """Copy the servers' state into ``optimizer`` if the servers apply another optimizer."""
 
     def _take_state(self) -> None:
-        """Move state that ``_show_state`` copied to ``optimizer`` to the servers' optimizer."""
+        """Undo ``_show_state``: move the servers' state to ``server_optimizer``."""
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -362,8 +362,8 @@ class AsyncMethod(CommonBlock):
 
         Args:
             error: raised again if the world does not recover.
-            before: current rank of each surviving rank, by its rank in the world that this rank's
-                server has seen last. None, except if a rank is lost during a recovery.
+            before: maps ranks of the world before the recovery to current ranks; None unless
+                another rank is lost during a recovery.
         """
         if len(self.servers) == self.comm.size:
             recovery.raise_lost(error)
@@ -409,7 +409,7 @@ class AsyncMethod(CommonBlock):
             self.server_optimizer.state[self._layout.parameters[number]] = state
 
     def _joined(self, number: int, values: Sequence[Any]) -> Any:
-        """Return an entry of a parameter's state, joined from the entries of all its ranges."""
+        """Return a state entry of a parameter; ``values`` are the entries of its ranges."""
         has_elements = isinstance(values[0], Tensor) and values[0].dim()
         return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 

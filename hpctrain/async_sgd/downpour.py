@@ -33,8 +33,8 @@ class AsyncSGD(AsyncMethod):
     in its own shard, and the histogram counts the largest staleness. With ``servers=1`` all
     parameters of a gradient have the same staleness.
 
-    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
-    is collective.
+    The constructor is collective: it broadcasts the model of rank 0, starts the servers and hooks
+    the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -90,8 +90,8 @@ class Downpour(AsyncMethod):
 
     ``staleness_histogram`` counts, per push, the updates by other workers since the last fetch.
 
-    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
-    is collective.
+    The constructor is collective: it broadcasts the model of rank 0, starts the servers and hooks
+    the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -101,8 +101,8 @@ class Downpour(AsyncMethod):
         n_fetch: number of steps between two reads of values.
         rate: learning rate of Adagrad on the servers.
         warmup_steps: number of steps that the first worker takes alone. The other workers wait in
-            their first forward. If the loss of a worker does not call ``model``, the worker waits
-            in its first step, after it has computed a gradient of the initial values.
+            their first forward pass. If the loss of a worker does not call ``model``, the worker
+            waits in its first step, after it has computed a gradient of the initial values.
         most_ahead: number of sends by which a worker that reads values may be ahead of the slowest
             worker; None for no limit.
         servers: as for ``StaleSynchronous``.
@@ -166,7 +166,7 @@ class Downpour(AsyncMethod):
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        # Wait here if the loss was computed without a forward of the model, which would wait.
+        # The first forward of the model waits; if the loss does not call the model, wait here.
         self._wait_for_warmup()
         self._num_steps += 1
         for number, grad in enumerate(gradients):
@@ -248,9 +248,10 @@ class ImmediateServer(ParameterServer):
     def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self._scales_rate = scales_rate
-        self._num_updates = Counter[int]()  # by worker: number of its updates
+        self._num_updates = Counter[int]()  # number of updates by each worker
         self._total = 0  # sum of ``_num_updates``
-        self._seen = Counter[int]()  # by worker: updates of others in the values it has read
+        self._seen = Counter[int]()
+        """By worker, the number of other workers' updates in the values that it has read last."""
         self._staleness = Counter[int]()  # staleness of the last gradient of each worker
 
     def _push(self, source: int, push: Push) -> int:

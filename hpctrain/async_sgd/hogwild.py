@@ -38,8 +38,8 @@ class Hogwild(CommonBlock):
     because ranks then rarely update the same elements. For dense models the convergence theory
     does not hold, and cache lines move between cores in every step.
 
-    The constructor moves the parameters of rank 0 into node memory and hooks the optimizer; it is
-    collective.
+    The constructor is collective: it moves the parameters of rank 0 into node memory and hooks the
+    optimizer.
 
     Args:
         model: module with equal parameters on every rank, on the CPU.
@@ -77,7 +77,7 @@ class Hogwild(CommonBlock):
             p: torch.zeros([*p.shape[:1], *[1] * (p.dim() - 1)], dtype=torch.float64)
             for p in counted
         }
-        """Sum over steps of the largest absolute value of each row, a bound of rounding errors."""
+        """Largest absolute value of each row, summed over steps; a bound of rounding errors."""
         self._updates = 0
         self._places = {p: self._share(p) for p in self._names}
         self._comm.barrier()
@@ -197,7 +197,7 @@ class Hogwild(CommonBlock):
                 into.index_add_(0, grad.indices()[0], values.to(into.dtype))
             else:
                 into.add_(values)
-            # Rounding of sums that are wider than the parameter is not counted.
+            # Rounding errors of a float64 sum of a narrower parameter are negligible.
             if p in self._own and into.dtype is p.dtype and values.numel():
                 self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()

@@ -15,7 +15,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import version_of
 
 VALUES = -1
-"""Index of the slot of a rank to which servers write the values that the rank has requested."""
+"""Index of a rank's last slot, to which servers write the values that the rank has requested."""
 
 
 class ParameterRange(NamedTuple):
@@ -23,7 +23,7 @@ class ParameterRange(NamedTuple):
 
     number: int  # index of the parameter
     group: int  # index of the parameter group of the optimizer
-    # An integer selects a scalar, since a step on a scalar rounds differently than on a slice.
+    # For a scalar, an integer: a step on a scalar rounds differently than on a slice of length 1.
     inside: slice | int  # elements of the parameter
     block: int  # index of the block
     place: slice | int  # the same elements in the server's part of the block

@@ -70,7 +70,7 @@ class ParameterShard:
 
     @torch.no_grad()
     def load(self, optimizer: Optimizer) -> None:
-        """Copy this shard's part of the parameters and of the state of ``optimizer``."""
+        """Copy this shard's part of the parameters and of ``optimizer.state`` into the shard."""
         self._stepper.state.clear()
         for own, tensor in zip(self._ranges, self._held, strict=True):
             parameter = self._layout.parameters[own.number]
@@ -87,14 +87,14 @@ class ParameterShard:
         return value.detach().to("cpu", copy=True)
 
     def state(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the parameter's index and the optimizer state of each range of this shard."""
+        """Return, for each range of this shard, the parameter's index and the optimizer state."""
         both = zip(self._ranges, self._held, strict=True)
         return [(own.number, dict(self._stepper.state[tensor])) for own, tensor in both]
 
     # -- steps ----------------------------------------------------------------------------------
 
     def step(self, pushes: Sequence[Push], settings: Settings, num_missing: int = 0) -> None:
-        """Take an optimizer step by the weighted mean of the gradients of ``pushes``.
+        """Take an optimizer step with the weighted mean of the gradients in ``pushes``.
 
         Args:
             pushes: gradients and weights of workers.

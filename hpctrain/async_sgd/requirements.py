@@ -40,8 +40,9 @@ class Roles(NamedTuple):
         if not (is_number or (is_list and {*ranks} < {*everyone})):
             raise ConfigError(
                 f"servers must be None, a number of dedicated ranks (the last "
-                f"ranks), or a list of distinct ranks, and leave a worker, got {servers!r} with "
-                f"{size} ranks; use at most {size - 1} servers, or leave servers out"
+                f"ranks), or a list of distinct ranks, and leave a worker among the ranks, got "
+                f"{servers!r} with {size} ranks; use at most {size - 1} servers, or leave servers "
+                f"out"
             )
         return cls(rank, size, ranks, [r for r in everyone if r not in ranks])
 
@@ -75,7 +76,7 @@ def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
     unknown = {*map(id, trained)} - {*map(id, model.parameters())}
     away = ", ".join(sorted({p.device.type for p in trained} - {"cpu"}))
     refusals = {
-        f"the optimizer of {name} must step each element separately, which is not known of "
+        f"the optimizer of {name} must treat each element separately, which is not known of "
         f"{type(optimizer).__qualname__}; use SGD, Adam, AdamW or another elementwise optimizer, "
         f"or set elementwise = True in your class": (not is_known_as("elementwise", optimizer)),
         f"the parameters of the optimizer must be in the model, but {len(unknown)} of "

@@ -29,9 +29,9 @@ from hpctrain.core.units import by_rank
 class ParameterServer(ABC):
     """Executes requests in order of arrival, on one shard of the parameters.
 
-    The server runs on a thread of its rank, concurrently with the training; in a world of one
-    rank, in the training thread while the rank waits for replies. A clock is the number of
-    gradients that a worker has sent.
+    The server runs on a thread of its rank, concurrently with the training. In a world of one
+    rank, the server runs in the training thread while the rank waits for replies. A clock is the
+    number of gradients that a worker has sent.
 
     Args:
         messages: channels of requests and replies.
@@ -202,7 +202,7 @@ class ParameterServer(ABC):
         """Accept a gradient; return its staleness, or 0 if the staleness is not known yet."""
 
     def _after_clock(self) -> None:
-        """Apply the gradients that are complete after a worker has advanced or settled."""
+        """Apply the steps that are complete now that a worker has advanced or settled."""
         return
 
     @abstractmethod

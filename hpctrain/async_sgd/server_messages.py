@@ -61,7 +61,9 @@ class ServerReply(NamedTuple):
     """Reply of a server to a request."""
 
     clock: int = 0  # clock of the worker
-    staleness: int = 0  # of values: incomplete steps; of a gradient: updates of other workers
+    staleness: int = 0
+    """``ClockedServer``: number of incomplete steps before the values; ``ImmediateServer``: number
+    of updates by other workers before the gradient."""
     has_values: bool = False  # whether the worker's slot or this message contains new values
     error: HpctrainError | None = None
 

@@ -103,7 +103,7 @@ class ShardedEmbedding(nn.Module):
 
     steps = 0
     """Steps that the table has taken."""
-    _pending: list[tuple[Places, Tensor]]  # keys and gradients of each lookup since a step
+    _pending: list[tuple[Places, Tensor]]  # keys and gradients of lookups since the last step
     _handle: nn.Parameter
     """Represents the rows in autograd: frozen with the rows, with a gradient if rows have one."""
     _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
@@ -339,9 +339,9 @@ class ShardedEmbedding(nn.Module):
         case, even after an error.
 
         Raises:
-            MismatchError: ranks make different calls, have different ``lr``, only some ranks
-                count samples or have frozen the table, or the update has failed on a rank; on
-                every rank.
+            MismatchError: ranks make different calls or have different ``lr``; only some ranks
+                count samples, or have frozen the table; or the update has failed on a rank.
+                Raised on every rank.
             NotInitializedError: the world of the table was shut down.
         """
         pending, self._pending = self._gradients(), []
@@ -474,12 +474,12 @@ class _Lookup(torch.autograd.Function):
 class _Hidden(dict[str, nn.Parameter | None]):
     """Parameter dictionary that is visible only to ``zero_grad`` and ``requires_grad_``.
 
-    Optimizers must not get the parameter in this dictionary. But ``parameters()``, which they
-    call, reads the same dictionary as the two methods, so ``items`` inspects the call stack.
+    Optimizers must not get the parameter in this dictionary. But ``parameters()`` reads the same
+    dictionary as these two methods, so ``items`` inspects the call stack.
     """
 
     _SEEN_BY = (nn.Module.zero_grad.__code__, nn.Module.requires_grad_.__code__)
-    _MOST_CALLS = 10  # stack frames that are inspected
+    _MOST_CALLS = 10  # number of stack frames that ``items`` inspects
 
     def items(self) -> Any:
         """Return the parameters if one of the two methods calls; else an empty view."""

@@ -57,8 +57,8 @@ def require_same_step(reports: Sequence[RowReport]) -> None:
     """Raise ``MismatchError`` if learning rates or flags differ between the reports of ranks."""
     if len({each.lr for each in reports}) > 1:
         raise MismatchError(
-            f"the lr of a table must be the same on every rank, since each owner steps its rows "
-            f"by its lr, got {by_rank([str(each.lr) for each in reports])}; set the same value"
+            f"the lr of a table must be the same on every rank, since each rank updates a part of "
+            f"the rows, got {by_rank([str(each.lr) for each in reports])}; set the same value"
         )
     for flag, what in (
         (IS_COUNTED, "set_num_samples of a table must be called"),
@@ -96,7 +96,7 @@ class RowExchange:
         self._is_one_node = comm.size == 1 or (
             owners.local_size == comm.size and comm.node is not None
         )
-        self._num_room = 0  # rows of each rank in the exchange buffer; equal on all nodes
+        self._num_room = 0  # rows per rank that fit into the exchange buffer; equal on all nodes
         fields = len(RowReport._fields)
         with agreed(comm, NodeMemoryError):
             head = memory.allocate(fields * 16).view(np.float64)
@@ -244,7 +244,8 @@ class RowExchange:
         """Write this rank's rows and sums to node memory, and return all ranks' rows and sums.
 
         Returns:
-            Sorted keys of the rows of each rank of this node; values of all these ranks.
+            For each rank of this node, the sorted keys of its rows; a tensor with the sums of all
+            ranks of this node, in which the places of the keys are indices.
         """
         largest, local_rank = max(each.num_rows for each in reports), self._owners.local_rank
         if largest > self._num_room:  # true on all ranks or on none

@@ -1,7 +1,7 @@
 """Operations on rows of a table: keys, copies, and sums by row.
 
-A key is an integer that contains the number of a row and a place: the index, in a tensor of shape
-``(places, dim)``, of a vector that belongs to the row. Sorting keys groups the places by row.
+A key is an integer that contains the number of a row and a place. The place is the index of a
+vector of this row in a tensor of shape ``(places, dim)``. Sorting keys groups the places by row.
 """
 
 import weakref
@@ -58,7 +58,7 @@ def bag_sums(rows: Tensor, places: Places, starts: Places) -> Tensor:
 
 
 def put(rows: Tensor, places: Places, values: Tensor) -> None:
-    """Write ``values`` to the rows at ``places`` of a contiguous ``(rows, width)``."""
+    """Write ``values`` to ``rows[places]``; ``rows`` is contiguous with shape ``(n, width)``."""
     # With a dtype of the size of a row, np.put copies whole rows.
     kind = np.dtype((np.void, rows.shape[1] * rows.itemsize))
     there, given = (each.contiguous().numpy().view(kind)[:, 0] for each in (rows, values))

@@ -19,14 +19,17 @@ from hpctrain.core.errors import MismatchError, NodeMemoryError
 class StaleSynchronous(AsyncMethod):
     """Allows a worker to be up to ``staleness`` steps ahead of the slowest worker.
 
-    Before step c (counted from 0), the values of a worker include the updates of steps up to
-    c - staleness - 1 by all workers, the updates of all earlier steps by this worker, and the
-    updates of steps before c by other workers that the servers have received. The values never
-    include updates of step c or later. An update is one optimizer step by the mean gradient of all
-    workers in one step, summed in rank order on each node. Values that a worker reads ahead of the
-    slowest worker include steps by incomplete means, in which missing gradients count as zeros.
-    After the last gradient of a step has arrived, the servers take that step once, by the mean of
-    all gradients.
+    Before step c (counted from 0), the values of a worker include
+
+    - the gradients of all workers in the steps up to c - staleness - 1,
+    - the gradients of this worker in all steps before c,
+    - the gradients of other workers in steps before c that the servers have received.
+
+    The values never include gradients of step c or later. The servers take one optimizer step for
+    each step of the workers, by the mean gradient of all workers, summed in rank order on each
+    node, after the last gradient of the step has arrived. A worker that is ahead of the slowest
+    worker reads a copy of the values, on which the servers have taken the incomplete steps, too:
+    in these steps, missing gradients count as zeros.
 
     With ``staleness=0`` the method is synchronous SGD, for any elementwise optimizer. The results
     are bitwise equal to ``DistributedOptimizer`` on one and two nodes; on more nodes sums have
@@ -38,8 +41,8 @@ class StaleSynchronous(AsyncMethod):
 
     ``staleness_histogram`` counts, per read of values, the preceding steps that were incomplete.
 
-    The constructor broadcasts the model of rank 0, starts the servers and hooks the optimizer; it
-    is collective.
+    The constructor is collective: it broadcasts the model of rank 0, starts the servers and hooks
+    the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -83,7 +86,7 @@ class StaleSynchronous(AsyncMethod):
         except NodeMemoryError as error:  # on all ranks
             raise NodeMemoryError(
                 f"{error}; with staleness={staleness} each rank stores {staleness + 1} gradients "
-                f"in node memory, so a smaller staleness needs less"
+                f"in node memory, so a smaller staleness needs less memory"
             ) from error
 
     @property
@@ -96,7 +99,7 @@ class StaleSynchronous(AsyncMethod):
 
 
 class ClockedServer(ParameterServer):
-    """Parameter server that applies the mean gradient of a step after all workers have sent it.
+    """Parameter server that applies the mean gradient of a step when all gradients have arrived.
 
     A worker that is ahead of the slowest worker reads a copy of the values. The received gradients
     of incomplete steps are applied to this copy.

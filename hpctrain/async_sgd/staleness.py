@@ -44,7 +44,7 @@ class StalenessHistogram:
         self._curvature, self._has_warned = curvature, False
 
     def add(self, staleness: int, rates: Iterable[float]) -> None:
-        """Count the staleness of a step with these learning rates."""
+        """Count a step of this staleness; ``rates`` are the learning rates of the step."""
         self.counts[staleness] += 1
         if self._curvature is None or self._has_warned or not staleness:
             return

@@ -1,1 +1,1 @@
-"""Facts about the machine, in one frozen value; nothing here imports torch or mpi4py."""
+"""Facts about the machine, the launcher and the MPI library; imports neither torch nor mpi4py."""

@@ -1,4 +1,4 @@
-"""Counters of a process and its node: memory, bytes, processor time, clock rate and energy.
+"""Counters of a process and its node: memory, input and output, processor time and energy.
 
 A counter that does not exist, or that this user may not read, is absent from the samples.
 """
@@ -47,11 +47,12 @@ class Counters:
     def read(self) -> dict[str, Any]:
         """Return the present values; ``sampled_at`` is the monotonic time.
 
-        ``host_memory_bytes``: peak resident memory; ``read_total`` and ``written_total``: bytes of
-        system calls; ``cpu_s``: processor time of this process and its children; ``busy_s``:
-        processor time of all processes of the node; ``mhz``: clock rate of a core of this process;
-        ``node_joules`` and ``node_source``: energy of the node; ``gpu``, ``gpu_id``, ``gpu_busy``,
-        ``gpu_memory_bytes``, ``gpu_w`` and ``gpu_source``: state of the GPU of this rank.
+        ``host_memory_bytes``: peak resident memory; ``read_total`` and ``written_total``: bytes
+        that system calls have read and written; ``cpu_s``: processor time of this process and its
+        children; ``busy_s``: processor time of all processes of the node; ``mhz``: clock rate of a
+        core of this process; ``node_joules`` and ``node_source``: energy of the node; ``gpu``,
+        ``gpu_id``, ``gpu_busy``, ``gpu_memory_bytes``, ``gpu_w`` and ``gpu_source``: state of the
+        GPU of this rank.
         """
         found: dict[str, Any] = {"sampled_at": time.monotonic()}
         for counter in self._counters:
@@ -83,7 +84,7 @@ def _children_s(root: Path) -> float:
 
 
 def _of_clock(root: Path) -> Mapping[str, Any]:
-    core = min(os.sched_getaffinity(0))  # one core: reading a clock interrupts its core
+    core = min(os.sched_getaffinity(0))  # one core: reading its clock interrupts a core
     file = root / f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq"
     return {"mhz": int(file.read_text()) / 1000}
 

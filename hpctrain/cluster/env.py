@@ -94,12 +94,12 @@ Such a process is a batch script, or the shell of ``salloc``. Flux removes its v
 """
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Entries of ``JOBS`` that count tasks; other entries count slots, maybe the cores of one task."""
+"""Entries of ``JOBS`` that count tasks; other entries count slots, maybe several for one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 _NO_RANKS = 0xFFFFFFF0
-"""From this id on, Slurm numbers steps that launch no ranks, such as the shell of ``salloc``."""
+"""Smallest id of Slurm steps that launch no ranks, such as the shell of ``salloc``."""
 
 SCHEDULERS = {
     "slurm": "SLURM_JOB_ID",
@@ -195,7 +195,7 @@ def _find(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched
         ):
             continue
         number = int(environ[rank]) if rank else 0
-        # PALS under PMIx sets only the ranks of the node, and a PMIx launcher sets no size.
+        # PALS under PMIx sets only the size of the node, and a PMIx launcher sets no size.
         num_ranks = max(int(environ[size]) if size else 1, number + 1)
         if num_ranks == 1 and not launcher.by_mpi:
             continue
@@ -214,7 +214,7 @@ def _find(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched
 
 
 def scheduler(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the scheduler whose job this process is part of, or an empty string."""
+    """Return the scheduler of the job of this process; empty outside of a job."""
     return next((name for name, variable in SCHEDULERS.items() if variable in environ), "")
 
 
@@ -325,7 +325,7 @@ def chosen_library(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def chooses_copies(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user selects how Open MPI 5 copies between processes of a host."""
+    """Return whether the user selects the mechanism of copies between processes in Open MPI 5."""
     return "OMPI_MCA_smsc" in environ
 
 

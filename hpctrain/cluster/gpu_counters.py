@@ -11,7 +11,7 @@ _Counter = Callable[[], Mapping[str, Any]]
 
 
 def nvidia_gpu() -> _Counter | None:
-    """Return the counter of an NVIDIA GPU by ``nvidia-ml-py``; None without package or GPU."""
+    """Return the counter of this rank's NVIDIA GPU; None without GPU or ``nvidia-ml-py``."""
     try:
         import pynvml  # noqa: PLC0415 - an optional package
     except ImportError:
@@ -47,7 +47,7 @@ def nvidia_gpu() -> _Counter | None:
 
 
 def amd_gpu(root: Path) -> _Counter | None:
-    """Return the counter of an AMD GPU by the files that ROCm SMI reads; None without a GPU."""
+    """Return the counter of this rank's AMD GPU, from ROCm SMI's files; None without a GPU."""
     found = (root / "sys/class/drm").glob("card[0-9]*/device/gpu_busy_percent")
     cards = sorted((each.parent for each in found), key=lambda each: int(each.parent.name[4:]))
     chosen = _of_rank(len(cards))

@@ -1,9 +1,8 @@
 """MPI libraries: the loaded library, and the process management interface that it needs.
 
 Ranks that srun starts find each other by a process management interface, such as PMIx. The option
-``srun --mpi=`` selects the interface, and the MPI library must support it. Without
-support, some libraries abort with unclear messages, and other libraries start every rank in a
-world of size one.
+``srun --mpi=`` selects the interface, which the MPI library must support. Without support, some
+libraries abort with unclear messages, and other libraries start every rank in a world of size one.
 """
 
 import os
@@ -87,7 +86,7 @@ def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
 def mpirun_of(library: Path) -> Path | None:
     """Return ``mpirun`` of the installation of an MPI library; None if it is not found.
 
-    The function searches the ``bin`` folders next to the parents of ``library``, except /bin.
+    The function searches the folder ``bin`` in each parent folder of ``library``, except /bin.
     """
     candidates = (folder / "bin" / "mpirun" for folder in library.parents[:-1])
     return next((program for program in candidates if program.exists()), None)
@@ -110,7 +109,7 @@ def end_launch() -> None:
 
 def _starter() -> tuple[int, Path] | None:
     pid = os.getpid()
-    for _ in range(16):  # past shells and wrappers
+    for _ in range(16):  # shells and wrappers may be between the launcher and this process
         found = stat(pid)
         pid = found.parent if found else 0
         try:
@@ -151,8 +150,8 @@ def owner(library: Path) -> Family:
 def mismatch(launched: Launched | None, library: Path | None) -> tuple[str, str]:
     """Compare the interface of ``srun --mpi`` with the interface that an MPI library needs.
 
-    The function assumes the usual build of the library. A site may have built its MPI
-    for another interface, so a difference is not an error.
+    The function assumes the usual build of the library. A site may have built its MPI for another
+    interface, so a difference is not an error.
 
     Returns:
         The difference and the remedy; empty if the interfaces match or are unknown.

@@ -14,7 +14,7 @@ PROC, CPU = Path("/proc"), Path("/sys/devices/system/cpu")
 
 BUSY = 0.1  # fraction of the cores above which other processes disturb measurements
 
-LOAD_S = 0.3  # duration of a measurement of the load before a program
+LOAD_S = 0.3  # time for which the load is measured before a program starts
 
 _SENSORS = ("coretemp", "k10temp", "zenpower")  # names of drivers of sensors in processors
 
@@ -25,13 +25,13 @@ _IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and wait for a di
 class MachineLoad:
     """Load of this machine during a measurement, by the measured and by other programs."""
 
-    cores: int  # of the machine
+    cores: int  # number of cores of the machine
     load: float  # load average of the last minute
     own_cores: float  # mean number of cores that the program used
     other_cores: float  # mean number of cores that other processes used
     mhz: float | None  # mean clock rate of the cores at the end; None if unknown
     celsius: float | None = None  # highest temperature of the processors at the end
-    num_throttled: int | None = None  # how often the processors lowered their clock rate for heat
+    num_throttled: int | None = None  # how often heat made the processors lower their clock rate
 
     @property
     def is_busy(self) -> bool:

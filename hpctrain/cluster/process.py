@@ -14,7 +14,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 _NAME = Path("/proc/self/comm")
 JOINING, LEAVING = IN_MPI = "in MPI_Init", "in MPI_Finalize"
-"""Names that a process has while it waits for all other processes in a call of MPI."""
+"""Names of a process while it waits for all other processes in one of these MPI calls."""
 
 
 class ProcessIdentity(NamedTuple):
@@ -22,7 +22,7 @@ class ProcessIdentity(NamedTuple):
 
     pid: int
     namespace: tuple[str, int]
-    """Processes with equal values can address each other by id; containers have other values."""
+    """Processes with equal namespaces can address each other by id; a container has its own."""
 
 
 def identity() -> ProcessIdentity:
@@ -79,8 +79,9 @@ _claims: list[socket.socket] = []
 def is_first(what: str) -> bool:
     """Return True in the first process of this host that calls this function with ``what``.
 
-    Only processes with the same parent are compared: the ranks of a launch on this host, unless a
-    script starts each of them. Later calls return False until the first process has ended.
+    Only processes with the same parent are compared. These are the ranks of a launch on this host,
+    unless a separate script starts each rank. Later calls return False until the first process has
+    ended.
     """
     claim = claimed(what)
     if claim is not None:

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FAILED = "a rank has died before all ranks had started"
-LOOK_S = 0.3  # interval of the counts
-GONE_S = 3.0  # another rank can end normally this time before MPI_Init returns in the first rank
+LOOK_S = 0.3  # time between two counts of the living ranks
+GONE_S = 3.0  # time for MPI_Init to return in the first rank after another rank ended normally
 _JOINED = b"joined"
 STARTED_S = 10.0  # time after which a launcher has started all ranks of a node
 _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI can continue after a rank died
@@ -27,7 +27,7 @@ _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI can continue after a rank di
 
 @contextlib.contextmanager
 def watched_start(num_ranks: int | None) -> Iterator[None]:
-    """Kill this rank inside this context if one of the ``num_ranks`` ranks of its node dies."""
+    """Inside this context, kill all ranks of this node if one of its ``num_ranks`` ranks dies."""
     from hpctrain.cluster.process import claimed  # noqa: PLC0415 - not in the process that watches
 
     claim = claimed("start watch") if num_ranks and num_ranks > 1 else None

@@ -14,7 +14,7 @@ from hpctrain.core.config import setting
 from hpctrain.core.lazy import imported
 from hpctrain.core.records import Records
 
-_FLUSH_S = 1.0  # records of this time may be lost by a kill; the study repeats such a run
+_FLUSH_S = 1.0  # a kill may lose the records of this time; the study repeats a killed run
 _PERIOD_S, _FRACTION = 1.0, 0.01  # shortest time between samples; fraction of time for samples
 
 

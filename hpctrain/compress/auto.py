@@ -36,7 +36,7 @@ _TRIED: Mapping[str, Callable[[], Codec]] = {
 class Auto(Codec):
     """Codec that sends gradients uncompressed, in bfloat16 or in int8, whichever is fastest.
 
-    A trial reduces a bucket of the size of the first bucket, at most 4 MiB, several times by each
+    A trial reduces a bucket as large as the first bucket, at most 4 MiB, several times with each
     codec, and compares the times of the slowest rank. On a single node gradients are not
     compressed. Codecs that change the convergence of training are excluded and must be chosen
     manually.

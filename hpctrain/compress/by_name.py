@@ -64,7 +64,7 @@ def _maker(name: str) -> Callable[..., Codec]:
 def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
     """Create a codec from a Horovod compressor, a codec, or the name of a codec.
 
-    Warns if ``optimizer`` is known not to converge with the codec.
+    Warns if training with ``optimizer`` and the codec may not converge.
 
     Raises:
         ConfigError: ``compression`` has another type, or is not the name of a codec.

@@ -1,6 +1,7 @@
 """Elias omega code, a variable-length code that is short for small positive integers.
 
-Each block of values is a separate stream. The reader decodes one symbol of each stream per call.
+Each block of values is a separate stream. ``Reader`` decodes one pair of integers of each stream
+per call.
 
 Source: Elias 1975, "Universal codeword sets and representations of the integers".
 """

@@ -119,8 +119,8 @@ class Int8(Quantized):
 
     Args:
         block: values that share a step and a smallest value.
-        error_feedback: whether rounding errors are added in the next step; uses twice the memory
-            of the gradients in a rank's slice, and is rarely necessary with 8 bits.
+        error_feedback: whether rounding errors are added in the next step. Error feedback needs
+            twice the memory of the gradients in a rank's slice, and is rarely necessary.
     """
 
     def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:

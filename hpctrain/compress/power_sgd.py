@@ -124,7 +124,7 @@ class PowerSGD(RailCodec):
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
         sizes = [math.prod(shape) for shape in shapes]
         flat = share.memory.get("right")
-        if flat is None or len(flat) != sum(sizes) or not flat.any():  # ``rank`` may differ
+        if flat is None or len(flat) != sum(sizes) or not flat.any():  # ``rank`` may have changed
             generator = torch.Generator().manual_seed(_SEED + share.num_steps)
             drawn = [
                 torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes

@@ -44,7 +44,7 @@ class QSGD(RailCodec):
         return share.numel * 3 // 8
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
-        """Exchange the codes with all ranks, and sum them; see ``RailCodec``."""
+        """Exchange the codes with all ranks, and sum the decoded values; see ``RailCodec``."""
         name = f"{self._seed} {link.rank} {share.bucket} {share.places[0].start} {share.num_steps}"
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         parts = values.split(max(_CHUNK // self._block, 1) * self._block)

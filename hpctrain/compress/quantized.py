@@ -6,7 +6,7 @@
 
 Each rank sends 2 (K - 1) / K times the size of the encoded values, as in a ring all-reduce, and
 the results are bitwise identical on all ranks. With error feedback, the errors of both encodings
-(of the pieces and of the sum) are stored and added in the next step. Long values are divided into
+(of the pieces and of the sum) are stored and added in the next step. Many values are divided into
 chunks: a rank encodes one chunk and decodes another while a third is in flight.
 """
 
@@ -123,7 +123,7 @@ class Quantized(RailCodec):
     def _coded(
         self, share: CodedShare, piece: slice, values: Tensor, memory: Tensor | None
     ) -> Tensor:
-        """Add the error in ``memory`` to a piece and encode it; store the new error there."""
+        """Add the error in ``memory`` to a piece, encode the sum, and store the new error."""
         form, wanted = self._form, values[piece]
         if memory is None:
             return form.pack(share, piece, wanted)

@@ -280,7 +280,7 @@ class RailCodec:
             self._keep_unused(prepared, link.size)
 
     def _keep_unused(self, prepared: _Prepared, num_nodes: int) -> None:
-        """Add the results of tensors without a gradient on any rank to the unsent values."""
+        """Add to the unsent values the results for tensors that have no gradient on any rank."""
         bucket, share, _, marks = prepared
         unsent = share.memory.get(self.unsent)
         if unsent is None or not len(marks) or marks.all():

@@ -42,13 +42,13 @@ PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
 PACKAGES = ("setuptools>=70.1", "packaging", "cffi>=1.4", "cloudpickle", "psutil", "pyyaml")
 """Packages that Horovod's setup.py imports or requires."""
 
-JOB_BYTES = 7 * GIB // 4  # largest memory of a compiler; measured with g++ 12: 1.5 GiB
+JOB_BYTES = 7 * GIB // 4  # memory for one compiler process; g++ 12 used at most 1.5 GiB
 
 LOG = "build.log"  # output of the last build, in the folder of the wheel
 
 _RECIPE = 1  # version of the build method; wheels of an older version are not reused
 _REMOVED_VARIABLES = re.compile(r"HOROVOD_|MAKE|MFLAGS|CMAKE_GENERATOR")
-"""Variables that would change the build, or connect the build to an enclosing make."""
+"""Environment variables to omit: they change the build, or connect it to an enclosing make."""
 _VARIABLES = {
     "HOROVOD_WITH_MPI": "1",
     "HOROVOD_WITH_PYTORCH": "1",
@@ -63,7 +63,7 @@ _VARIABLES = {
 _BUILD = (
     "import sys; from setuptools.build_meta import __legacy__ as b; b.build_wheel(sys.argv[1])"
 )
-"""Build of a wheel as by pip, for a package with setup.py only."""
+"""Program that builds a wheel as pip does for a package that has only a ``setup.py``."""
 _IMPORT = """
 import json
 import horovod.torch as hvd
@@ -85,7 +85,7 @@ def build(
     Not collective: a single process builds.
 
     Args:
-        report: receives each line about the progress.
+        report: called with each progress message, a single line.
         jobs: number of concurrent compilers; by default as many as cores and memory allow.
         install: whether the wheel is installed into this environment.
         wheel_dir: directory of the wheels, with a folder for each set of versions; by default in
@@ -139,7 +139,7 @@ def check(mpi: Mpi) -> None:
         ),
         (
             mpicxx_of(mpi) is not None,
-            f"mpicxx of {mpi.library}, which ranks load: not in its folder and not in PATH",
+            f"mpicxx of {mpi.library}, the MPI of the ranks: not in its folder and not in PATH",
             "apt-get install libopenmpi-dev (or libmpich-dev), or load the module of that MPI",
         ),
         (
@@ -161,7 +161,7 @@ def check(mpi: Mpi) -> None:
 
 
 def mpicxx_of(mpi: Mpi) -> Path | None:
-    """Return the path of ``mpicxx`` in the installation of an MPI library, else in PATH."""
+    """Return the ``mpicxx`` of an MPI library's installation, else of PATH; None if absent."""
     above = mpi.library.resolve().parents[:-1]
     # On Debian, /usr/bin has mpicxx.openmpi and mpicxx.mpich, and mpicxx links to one of them.
     folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
@@ -174,7 +174,7 @@ def key_of(mpi: Mpi, torch: str) -> str:
     """Return the folder name of a wheel, made of all versions that the wheel depends on."""
     library = mpi.library.resolve()
     is_own = library.is_relative_to(Path(sys.prefix).resolve())
-    # Distinguishes MPI libraries of a site, and libraries without a version.
+    # Hash of the library's folder: libraries of a site may share a version, or have none.
     place = "" if is_own and mpi.version else f"{crc32(os.fsencode(library.parent)):08x}"
     python = f"{sys.implementation.name[:1]}p{sys.version_info[0]}{sys.version_info[1]}"
     machine = re.sub(r"[-.]", "_", sysconfig.get_platform())
@@ -193,9 +193,9 @@ def patch(sources: Path) -> list[str]:
         if [match[1] for match in found] != ["14"]:
             lines = ", ".join(match[0].strip() for match in found) or "no such line"
             raise LaunchError(
-                f"{name} of Horovod {VERSION} must have one line set(CMAKE_CXX_STANDARD 14), "
-                f"got {lines}, for which the change of the standard is unknown; let pip download "
-                f"the unchanged sdist of {VERSION}"
+                f"{name} of Horovod {VERSION} must have exactly one line "
+                f"set(CMAKE_CXX_STANDARD 14), got {lines}; let pip download the unchanged sdist "
+                f"of {VERSION}"
             )
         after = found[0][0].replace("14", str(STANDARD))
         texts[path] = text.replace(found[0][0], after)
@@ -268,7 +268,7 @@ def _make(mpi: Mpi, folder: Path, report: Report, jobs: int | None) -> Path:
         run_logged(log, [*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
         wanted = scratch / "wanted.txt"
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        # pip runs setup.py of a sdist to get its name, which needs the packages installed above.
+        # pip runs the setup.py of the sdist; setup.py imports the packages installed above.
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         failure = f"pip must download the sources of Horovod {VERSION}, but failed; {online}"
         run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
@@ -315,7 +315,7 @@ def _build_variables(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
 
     The wrapper adds options to cmake. One option sets a relative rpath for torch and MPI, so that
     the wheel can be installed into another environment. Another option omits the debug
-    information, which takes 45 of 50 MB.
+    information: 45 MB of a wheel of 50 MB.
     """
     where = mpi.library.resolve().parent
     if where.is_relative_to(Path(sys.prefix).resolve()):
@@ -343,14 +343,14 @@ def _build_variables(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
 
 
 def _install(wheel: Path, log: Path) -> None:
-    """Install the wheel, replacing any installed Horovod, then its dependencies."""
+    """Replace any installed Horovod by the wheel; then install the wheel's dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     failure = f"pip must install {wheel} into {sys.prefix}, but failed"
     for words in (["--force-reinstall", "--no-deps"], []):
         run_logged(log, [*pip, *words, str(wheel)], wheel.parent, dict(os.environ), failure)
 
 
-LAST_LINES = 12  # number of lines of the log in an error
+LAST_LINES = 12  # maximum number of log lines that an error quotes
 
 _ERROR = re.compile(
     r"\berror\b|undefined reference|No space left|Killed|No matching distribution|not find|HASHES",
@@ -371,7 +371,7 @@ def run_logged(
         words: the command line.
         folder: working directory.
         environ: environment variables.
-        failure: first words of the error.
+        failure: start of the error message.
 
     Raises:
         LaunchError: the exit code is not 0.
@@ -396,6 +396,6 @@ def run_logged(
 
 
 def error_lines(lines: list[str]) -> list[str]:
-    """Return the last lines of a log that mention an error, or else the last lines."""
+    """Return the last lines that mention an error; if no line does, the last lines of the log."""
     errors = [line for line in lines if _ERROR.search(line)]
     return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]

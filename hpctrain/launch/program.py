@@ -1,4 +1,4 @@
-"""Resolution of user commands, start of programs, and signals meanwhile."""
+"""Resolution of user commands, start of programs, and signal handlers while programs run."""
 
 import os
 import shutil
@@ -93,12 +93,12 @@ def start(line: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]
 def handling(
     numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Call ``handler`` at signals inside the block; a no-op outside the main thread."""
+    """Call ``handler`` for the signals ``numbers`` in the block; no-op outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in numbers}
-    # nohup and `&` of a shell ignore some signals, which stay ignored.
+    # nohup, or `&` in a shell, makes a process ignore some signals; these signals stay ignored.
     taken = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
     for number in taken:
         signal.signal(number, handler)

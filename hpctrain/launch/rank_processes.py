@@ -73,7 +73,7 @@ def missing_ranks(pids: Collection[int]) -> tuple[str, str]:
         text = f"{call} for {format_ranks(late)}"
     else:
         text = f"{call}, which all ranks have begun" if is_complete else f"{call} for other hosts"
-    # A process whose environment cannot be read may be a rank that starts, as in a container.
+    # A process with an unreadable environment, as in a container, may be a rank that starts.
     is_sure = call == JOINING and all(os.access(f"/proc/{each}/environ", os.R_OK) for each in pids)
     if not (is_sure and 0 < len(living) < num_here):
         return "", text if call else ""
@@ -119,7 +119,11 @@ def catches(pid: int) -> set[int]:
 
 
 def kill_orphans(born: Mapping[int, int]) -> None:
-    """Kill the descendants of a dead mpirun that still run; ``born`` is a result of ``below``."""
+    """Kill the processes of ``born`` that still run after the death of their mpirun.
+
+    Args:
+        born: result of ``below`` from before the death.
+    """
     left = [pid for pid, moment in born.items() if birth(pid) == moment]
     for pid in left:
         with contextlib.suppress(ProcessLookupError):

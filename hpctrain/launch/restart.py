@@ -25,7 +25,7 @@ NUM_ROUNDS = 3  # number of probes of all hosts while no host answers
 MOST_AT_ONCE = 64  # number of hosts that are probed concurrently
 HERE = "hpctrain: this host is there"
 PROBE = ("sh", "-c", f"echo '{HERE}'; exec sleep {ANSWER_S:g}")
-"""Program of a probe. It sleeps, because mpirun may hang if a program ends at once."""
+"""Command of a probe, which sleeps at its end: mpirun may hang if a program ends at once."""
 _PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 
@@ -55,7 +55,7 @@ class Launch:
         """Run the command and restart it after a failure; return the exit code of the last launch.
 
         There are at most ``restarts`` restarts, and none after a signal, after ``timeout_s``
-        seconds in total, or after an error of the user.
+        seconds in total, or after an error of the user (exit code ``MISTAKE``).
 
         Raises:
             LaunchError: the command cannot be started, or no host remains for a restart.

@@ -21,10 +21,10 @@ from hpctrain.launch.slurm.scheduler import megabytes
 
 VERSION = 1
 STAMP = stamp(VERSION, "1.0")
-"""First entries of a file: version of the format, and the oldest hpctrain that reads it."""
+"""First entries of a profile: version of the format, and the oldest hpctrain that reads it."""
 
 OWN = Path("slurm", "site.toml")
-"""Profile of the user; in the directory of submission it has priority over recognized sites."""
+"""File of the user's profile, in the working directory; used instead of a recognized site."""
 
 NONE = "none"  # value of ``--site`` that selects no profile
 
@@ -39,7 +39,7 @@ _COMMAND = re.compile(r"[;&|`\n]|\$\(")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteNode(CheckedFields):
-    """Compute node; 0 and empty values are unknown."""
+    """Properties of a compute node; 0 or an empty value means unknown."""
 
     table: ClassVar[str] = "node"
     cpus: Count = 0
@@ -77,7 +77,7 @@ class SiteNode(CheckedFields):
 
         Args:
             tasks: ranks on the node.
-            cpus: CPUs of each rank; None is one.
+            cpus: CPUs of each rank; None means one.
             gpus: GPUs of the node, if requested.
             mem: memory of the node in the format of Slurm, if requested.
         """
@@ -101,7 +101,7 @@ class SiteJob(CheckedFields):
     account: str = ""
     """Slurm account to charge without ``--account``."""
     account_form: str = ""
-    """Form of the account, on machines where each job must name an account."""
+    """Form of account names, on machines where each job must name an account."""
     partition: str = ""
     """Partition of jobs without ``--partition``; [node] describes its nodes."""
     options: Texts = field(default_factory=list)
@@ -125,13 +125,13 @@ class SiteJob(CheckedFields):
             _require_plain(f"job.{name}", getattr(self, name))
         for name, text in self.variables.items():
             ok = _NAME.fullmatch(name) and isinstance(text, str) and not _UNSAFE.search(text)
-            rule = "job.variables must be names with texts without quotes and commands"
+            rule = "job.variables must be names with texts that contain no quotes or commands"
             require(bool(ok), rule, f"{name} = {text}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteProfile(CheckedFields):
-    """Profile of a machine; without --site, slurm/site.toml or else a recognized one is used."""
+    """Profile of a machine; by default, commands use slurm/site.toml or recognize the machine."""
 
     name: str = ""
     """Name of the profile."""
@@ -192,7 +192,7 @@ class SiteProfile(CheckedFields):
 
 
 def names() -> list[str]:
-    """List the profiles of the package by name."""
+    """List the names of the profiles in the package, sorted."""
     return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir())
 
 

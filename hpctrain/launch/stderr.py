@@ -35,17 +35,17 @@ _ERRORS = re.compile(
 
 Merged warnings, which end with the numbers of ranks, do not match.
 """
-_RECENT_S = 1.0  # older output of a rank is not the reason of its end
+_RECENT_S = 1.0  # output of a rank that is older than this does not explain the rank's end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
-GONE = "a rank has exited early"  # key of the count of such messages of a launcher
-LOST = "a node is lost"  # key of the count of losses that a launcher reported
+GONE = "a rank has exited early"  # key of the number of launcher messages about such ranks
+LOST = "a node is lost"  # key of the number of lost nodes that a launcher reported
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
-"""Messages of Open MPI 5 about a lost node; its mpirun may then return 0, or hang."""
-KILLED = "a signal has ended a rank"  # key of the number of the signal, which Hydra reports
+"""Messages of Open MPI 5 about a lost node; after the loss, mpirun may return 0 or hang."""
+KILLED = "a signal has ended a rank"  # key of the signal number that Hydra reports
 _SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (\d+)\)|KILLED BY SIGNAL: (\d+)")
-_LONGEST = 30  # largest number of lines of a message of a launcher
+_LONGEST = 30  # maximum number of lines in one launcher message
 
 _TRACEBACK = b"Traceback (most recent call last):"
 _BEGIN = re.compile(
@@ -179,7 +179,8 @@ def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
 def _lines(source: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines of ``source``, and an empty line after ``_QUIET_S`` without output.
 
-    Incomplete lines are yielded without delay, unless a message of a launcher may begin there.
+    An incomplete line is yielded without delay, unless a launcher message or a traceback may
+    begin with it.
     """
     rest, is_quiet = b"", True
     while True:

@@ -31,7 +31,7 @@ SAVE_S = 60.0
 """Time for ranks to save their state after a request, before the next signal."""
 
 LOOK_S, ORPHANED_S = 1.0, 5.0
-"""Interval of checks of the children of mpirun; longest life of mpirun after the last child."""
+"""Time between checks of mpirun's children, and until mpirun without children is killed."""
 
 FEW_S = 3.0  # time limit for ranks that wait in MPI_Init for a rank that has ended
 
@@ -57,12 +57,13 @@ def supervise(
 ) -> LaunchEnd:
     """Run a command line of ``mpiexec.command`` to its end.
 
-    SIGINT, SIGTERM and SIGHUP are sent to the process group of mpirun; processes and ranks that
-    remain get SIGTERM after ``grace_s`` seconds, and SIGKILL after ``grace_s`` more seconds. A
-    second signal kills at once. If all ranks handle requests to stop, they get SIGUSR1 first, and
-    the signals above ``save_s`` seconds later, because mpirun of Open MPI kills the ranks when it
-    ends. SIGUSR1 is sent to mpirun only, which forwards the signal to the ranks. If SIGKILL ends
-    this process, mpirun gets SIGTERM and ends the ranks.
+    If this process receives SIGINT, SIGTERM or SIGHUP, the function sends the signal to the
+    process group of mpirun. Processes that remain get SIGTERM after ``grace_s`` seconds, and
+    SIGKILL after ``grace_s`` more seconds. A second signal kills at once. If all ranks handle
+    requests to stop, they get SIGUSR1 first, and the other signals start ``save_s`` seconds later,
+    because Open MPI's mpirun kills the ranks when it ends. SIGUSR1 is sent to mpirun only, which
+    forwards the signal to the ranks. If SIGKILL ends this process, mpirun gets SIGTERM and ends
+    the ranks.
 
     The exit code is that of mpirun, except in these cases:
 
@@ -70,10 +71,10 @@ def supervise(
     - 128 plus the number of a signal, as in a shell: the signal ended a rank; or this process
       received the signal, and the ranks neither stopped on request nor exited with 0 or 85.
     - 87: the launch lost a rank. SIGKILL ended the rank, the rank exited without an error between
-      ``MPI_Init`` and ``MPI_Finalize``, its node is lost, other ranks wait for an
-      ended rank in ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
-      ``MPI_Finalize``. Also 87 if mpirun returned 0, but the ranks reported their start and not
-      their end, see ``WATCHED``.
+      ``MPI_Init`` and ``MPI_Finalize``, its node is lost, other ranks wait for an ended rank in
+      ``MPI_Init``, or ranks wait longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or
+      ``MPI_Finalize``. The code is also 87 if mpirun returned 0, but some ranks reported only
+      their start and not their end, see ``WATCHED``.
     - With recovery, if a rank ends all ranks: the code that this rank reports, see ``ENDING``.
 
     Args:
@@ -143,7 +144,7 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """
     try:
         folder = TemporaryDirectory(prefix="hpctrain-mpirun-", ignore_cleanup_errors=True)
-    except OSError:  # mpirun cannot create one either, and reports it
+    except OSError:  # mpirun cannot create a folder either, and reports the error
         yield dict(environ)
         return
     with folder as name:
@@ -156,8 +157,8 @@ def _started(
     """Start mpirun, call ``announce`` in its process, and forward the input of the terminal."""
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
-        # mpirun would read a file or pipe that belongs to the calling script. In its own session,
-        # mpirun gets no Ctrl-C of the terminal, after which it kills ranks that could save.
+        # A file or pipe belongs to the calling script, so mpirun must not read it. In a separate
+        # session, mpirun gets no Ctrl-C of the terminal: it would kill ranks that could save.
         stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
         process = start(
             line, env=environ, stdin=stdin, stderr=subprocess.PIPE, preexec_fn=announce
@@ -180,7 +181,7 @@ def _ended_with_this() -> Iterator[Callable[[], object]]:
     until its input ends with this process, and then sends the signal. This process cannot send
     the process id: SIGKILL could end this process between the start of mpirun and the message.
     ``PR_SET_PDEATHSIG`` is not used, because it can send the signal once for each thread that
-    ends, and after a second signal mpirun exits and leaves the ranks.
+    ends, and after a second signal mpirun exits while the ranks continue.
     """
     waits = ["sh", "-c", 'read -r pid && { read -r line; kill -TERM "$pid"; }']
     reads, writes = os.pipe()
@@ -208,7 +209,7 @@ class _Ending:
     ) -> None:
         self.process, self.note, self.counts = process, note, counts
         self.grace_s, self.save_s = grace_s, save_s
-        self.timeout_s = Settings.from_env().timeout  # limit of waits of ranks for each other
+        self.timeout_s = Settings.from_env().timeout  # longest wait of ranks for each other
         self.timed_out = False
         self.has_killed = False
         self.is_granted = False  # the ranks got a request to stop, and no other signal after it
@@ -257,7 +258,7 @@ class _Ending:
                 write_line(
                     f"a wait for other ranks must end within HPCTRAIN_TIMEOUT={self.timeout_s:g} "
                     f"s, but the launch has waited longer {late}; all ranks are killed; find the "
-                    f"cause there, or increase HPCTRAIN_TIMEOUT"
+                    f"cause, or increase HPCTRAIN_TIMEOUT"
                 )
                 self.counts[FAILED] += 1
                 self.kill()
@@ -283,7 +284,7 @@ class _Ending:
         self.end(signal.SIGTERM)
 
     def request_stop(self, number: int) -> None:
-        """Request all ranks to stop with SIGUSR1, and write the reason for ranks on this host."""
+        """Send SIGUSR1 to all ranks, and write the reason to a file for ranks on this host."""
         self.is_granted = True
         if self.note is not None:
             with contextlib.suppress(OSError):
@@ -326,7 +327,7 @@ class _Ending:
                 os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill mpirun and its descendants: ranks have separate process groups."""
+        """Kill mpirun and each of its descendants, as ranks have separate process groups."""
         self.is_granted = False
         if self.process.returncode is not None:
             return
@@ -345,7 +346,7 @@ RETRY_S = 0.5  # interval of attempts to read while another program has the term
 
 
 def forward_input(sink: IO[bytes]) -> None:
-    """Start a thread that copies the terminal input to ``sink``, and closes ``sink`` at its end.
+    """Start a thread that copies the terminal input to ``sink``, and at its end closes ``sink``.
 
     The thread is a daemon, so the process does not wait for it.
     """

@@ -1,4 +1,4 @@
-"""Selection of the tensors that ranks average by name; identical on all ranks."""
+"""Selection, by name, of the tensors that ranks average; identical on all ranks."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -38,14 +38,14 @@ class Tensors:
         return [*self.find().items()]
 
     def is_outdated(self) -> bool:
-        """Return whether this rank has other tensors than at the last ``agree``."""
+        """Return whether the tensors of this rank have changed since the last ``agree``."""
         return False
 
     def agree(self, comm: Communicator) -> None:
         """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return the names of tensors for which ``Averaging.finish`` ignores ``keep``."""
+        """Return the names of tensors for which ``Averaging.finish`` ignores its ``keep``."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
@@ -68,7 +68,7 @@ class Roster(Tensors):
         self._equal: dict[str, Mark] = {}
         self._stepped: set[Tensor] = set()
         self.inner: list[Roster] = []
-        """Rosters of subsets of ranks; parameters that become equal here become equal there."""
+        """Rosters of subsets of the ranks; ``became_equal`` also applies to these rosters."""
 
     def note_step(self) -> None:
         """Record the parameters that the optimizer has updated: all parameters with a gradient."""
@@ -111,7 +111,7 @@ class Roster(Tensors):
         return self._held
 
     def is_outdated(self) -> bool:
-        """Return whether this rank has other parameters than at the last ``agree``."""
+        """Return whether the parameters to average have changed since the last ``agree``."""
         return self._agreed != self._due() or bool(self._unknown_parameters())
 
     def agree(self, comm: Communicator) -> None:
@@ -156,7 +156,7 @@ class Roster(Tensors):
         return {*trained, *(name for of_rank in others for name in of_rank)}
 
     def _due(self) -> dict[str, bool]:
-        """Return whether each parameter that this rank averages is trained, by name."""
+        """Return the names of the parameters that this rank averages, with True if trained."""
         return {
             name: p.requires_grad
             for name, p in self._model.named_parameters()
@@ -169,7 +169,7 @@ class Roster(Tensors):
         return has_mean and not is_equal
 
     def _unknown_parameters(self) -> list[Tensor]:
-        """Return the parameters that the optimizer has updated and that are not in the model."""
+        """Return the parameters that the optimizer has updated although the model lacks them."""
         known = set(self._model.parameters())
         return [p for p in self._optimized() if p in self._stepped and p not in known]
 
@@ -183,7 +183,7 @@ def _mark(tensor: Tensor) -> Mark:
 
 
 Layout = dict[str, dict[str, Any]]
-"""By parameter and name of an entry of its state: shape and dtype, or None if not a tensor."""
+"""For each parameter and state entry, its shape and dtype; None if the entry is no tensor."""
 
 _NUMBERS = "ranks with state, and numbers of steps"
 
@@ -204,7 +204,7 @@ class OptimizerState(Tensors):
         self._numbers = torch.zeros(0, dtype=torch.float64)
 
     def is_outdated(self) -> bool:
-        """Return whether this rank's state has other entries than at the last ``agree``."""
+        """Return whether the entries of this rank's state have changed since ``agree``."""
         return self._layout != self._own_layout()
 
     def agree(self, comm: Communicator) -> None:

@@ -28,7 +28,7 @@ class Averaging:
     tensors by the means. Both are collective. Training may continue in between, and tensors may be
     added and removed, since the tensors in buckets are identified by name.
 
-    The constructor allocates the buckets; it is collective.
+    The constructor is collective: it allocates the buckets.
 
     Args:
         comm: ranks to average over.
@@ -232,13 +232,13 @@ class Averaging:
         return [self._specs[member][0] for member in self._members[number]]
 
     def _restore_mean(self, number: int) -> None:
-        """Convert a received bucket to the mean of the tensors; no-op without an anchor."""
+        """Convert a received bucket to the mean of the tensors; see ``AnchoredAveraging``."""
 
     def _advance(self) -> None:
-        """Update the anchor with the received means of the replicas; no-op without an anchor."""
+        """Update the anchor of ``AnchoredAveraging`` with the received means; else a no-op."""
 
     def _read_result(self, number: int) -> None:
-        """Copy the anchor to a bucket, as new values of the tensors; no-op without an anchor."""
+        """Copy the anchor of ``AnchoredAveraging`` to a bucket, as the result; else a no-op."""
 
     def _require_finite(self, found: Mapping[str, Tensor]) -> None:
         """Raise ``NotFiniteError`` if the mean is not finite. Collective."""
@@ -269,7 +269,9 @@ def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtyp
 
 
 class NodeVector:
-    """Vector in node memory, initially zero. Barriers must separate writes and reads of ranks.
+    """Vector in node memory, initially zero, of which each rank of the node writes one slice.
+
+    A barrier must separate a write by one rank from reads by other ranks.
 
     Args:
         node: ranks of the node; without shared memory, each rank stores a full copy.
@@ -302,12 +304,12 @@ class AnchoredAveraging(Averaging):
     """Averages θ_anchor - θ_k over the ranks k, updates the anchor, and copies the anchor to all.
 
     The anchor is a copy of the tensors that is identical on all ranks. A codec may round the
-    differences: the error is proportional to the change, and all ranks continue with identical
-    values. Anchor and momentum are stored in node memory, and each rank of the node updates a
-    slice of both. Without shared memory, each rank stores a full copy of both.
+    differences: the rounding error is proportional to the differences, and all ranks continue with
+    identical values. Anchor and momentum are stored in node memory, and each rank of the node
+    updates a slice of both. Without shared memory, each rank stores a full copy of both.
 
     The anchor takes Nesterov SGD steps with ``lr`` and ``momentum``; by default the anchor becomes
-    the mean. The constructor sets the anchor to the tensors of rank 0; it is collective.
+    the mean. The constructor is collective: it sets the anchor to the tensors of rank 0.
 
     Args:
         *averaging: as for ``Averaging``.

@@ -31,12 +31,13 @@ class DiLoCo(LocalMethod):
 
     ``finish()`` completes the exchanges in flight, takes an outer step for all fragments that have
     changed since they were sent, and copies the outer model to every rank. A parameter that is
-    unfrozen or added later is initialized to the mean of the replicas, in the smallest fragment.
+    unfrozen or added later joins the smallest fragment, and starts in the outer model as the mean
+    of the replicas.
 
     With ``outer_lr=1`` and ``outer_momentum=0`` the method is ``LocalSGD``. Outer learning rate
     and momentum are constant.
 
-    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+    The constructor is collective: it broadcasts the model of rank 0 and hooks the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -136,14 +137,14 @@ class DiLoCo(LocalMethod):
         steps = self._pace.steps_of(self.rounds.number)
         if steps < max(len(self._fragments), self._delay):
             raise ConfigError(
-                f"a round must have at least as many steps as fragments and delay, got "
+                f"steps must be at least fragments and at least delay, got "
                 f"steps={steps}, fragments={len(self._fragments)}, delay={self._delay}; increase "
                 f"steps"
             )
         return steps
 
     def _after_step(self) -> None:
-        self.rounds.agrees = False  # a single rank has an outer model, too
+        self.rounds.agrees = False  # also in a world of one rank, which has an outer model
         steps, step_in_round = self._steps, self.rounds.step_in_round
         agrees = len(self._fragments) == 1 and not self._keep and not self._delay
         for number, fragment in enumerate(self._fragments):
@@ -242,7 +243,7 @@ def _check(
 
 
 def _refusal(fragments: int, delay: int, keep: float) -> str | None:
-    """Return an error text if ``fraction`` and ``proximal`` exclude these options, else None."""
+    """Return why these options exclude ``fraction`` and ``proximal``; None if they do not."""
     if fragments == 1 and not delay and not keep:
         return None
     return (

@@ -60,7 +60,7 @@ class Federated:
     seed: int = 0
     proximal: float = 0.0
     state: str = "local"
-    refusal: str | None = None  # error if the method does not support the options
+    refusal: str | None = None  # error text if the method does not support the options
 
     def draw(self, comm: Communicator, method: str) -> Draw:
         """Return the ``Draw`` of ``method``, after comparing options between ranks. Collective.
@@ -123,9 +123,9 @@ class LocalGradients(StateFields):
         return self._proximal > 0
 
     def begin_round(self) -> None:
-        """Drop the model of the round; the next step begins a round."""
+        """Drop the copy of the model; the next step begins a round."""
         self._start: dict[str, Tensor] = {}  # parameters at the start of the round
-        self._number = -1  # number of that round
+        self._number = -1  # index of that round; -1 without a copy
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Restore the model of the round; if ``state`` is empty, the next step begins a round."""

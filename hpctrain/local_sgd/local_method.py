@@ -35,16 +35,16 @@ class LocalMethod(CommonBlock, StateFields):
     """Exchanges replicas of the model between ranks after some steps of an optimizer.
 
     The training loop runs in the ``with`` block of the method; all ranks take the same number of
-    steps. A round is a number of local steps that ends with an average. The end of the block ends
-    the round, so that all ranks have the same model, and removes the hooks. If an error ends the
-    block on some ranks, the ranks that wait at the end raise an error within seconds.
+    steps. A round consists of local steps, and ends with an average. The end of the block ends the
+    round, so that all ranks have the same model, and removes the hooks. If an error ends the block
+    on some ranks, the ranks that wait at the end raise an error within seconds.
 
     Ranks average, by name, all trained parameters, and frozen parameters that have changed since
     their last average. All ranks freeze, unfreeze and add parameters after the same step.
 
     A subclass implements ``_after_step`` and ``_end_round``.
 
-    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+    The constructor is collective: it broadcasts the model of rank 0 and hooks the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -378,7 +378,7 @@ class LocalMethod(CommonBlock, StateFields):
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
-        # After a drop of this rank's learning rate, weights differ between ranks.
+        # After a drop of this rank's learning rate, weights may differ between ranks.
         self._synchronous.raise_flags(flags, may_differ=self._wants_switch)
 
     @property
@@ -405,7 +405,7 @@ class LocalMethod(CommonBlock, StateFields):
     def _end_step(self, *, is_skipped: bool = False) -> None:
         self._gradients.restore()
         synchronous = self.is_synchronous
-        if synchronous:  # the phase may end with this step
+        if synchronous:  # read the flags now: the synchronous phase may end with this step
             self.rounds.raised_flags = self._synchronous.raised_flags
         self.rounds.count_step(synchronous=synchronous)
         for samples in self._samples:

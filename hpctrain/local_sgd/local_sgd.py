@@ -35,7 +35,7 @@ class LocalSGD(LocalMethod):
     With ``set_num_samples`` and ``fraction`` the method is federated averaging (McMahan et al.
     2017, arXiv:1602.05629); with ``proximal`` it is FedProx (Li et al. 2020, arXiv:1812.06127).
 
-    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+    The constructor is collective: it broadcasts the model of rank 0 and hooks the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -45,8 +45,8 @@ class LocalSGD(LocalMethod):
             time, by measurement.
         state: treatment of the optimizer's state when replicas are averaged. ``local``: each rank
             keeps its own state, as in torch, post-local SGD and DiLoCo. ``average``: the state is
-            averaged, too; each state tensor of a parameter sends as many bytes as the parameter,
-            and ``steps=1`` is exact for momentum. ``reset``: the state is cleared, because it is
+            averaged, too; each state tensor adds as many bytes as its parameter to a message, and
+            ``steps=1`` is exact for momentum. ``reset``: the state is cleared, because it is
             outdated after a long round.
         share: largest fraction of the time for averaging, with ``"auto"``.
         most: largest number of steps, with ``"auto"``.
@@ -107,7 +107,7 @@ class LocalSGD(LocalMethod):
         return {**super().facts, "steps": self._pace.steps_of(self.rounds.number)}
 
     def _after_step(self) -> None:
-        self.rounds.agrees = False  # rounds end on a single rank, too
+        self.rounds.agrees = False  # rounds also end in a world of one rank
         if self.rounds.step_in_round >= self._pace.steps_of(self.rounds.number):
             self._end_round()
 
@@ -126,7 +126,7 @@ class HierarchicalLocalSGD(LocalSGD):
     With ``node_steps=1`` the ranks of a node average gradients in every step, so that a node
     trains like one rank with a larger batch, and parameters are averaged between nodes.
 
-    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+    The constructor is collective: it broadcasts the model of rank 0 and hooks the optimizer.
 
     Args:
         model: as for ``LocalSGD``.
@@ -193,7 +193,7 @@ DROP = 0.5  # a learning rate has dropped if it is at most this fraction of its 
 class PostLocalSGD(LocalSGD):
     """Averages gradients in every step of a first phase, and parameters in rounds afterwards.
 
-    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+    The constructor is collective: it broadcasts the model of rank 0 and hooks the optimizer.
 
     Args:
         model: as for ``LocalSGD``.

@@ -115,7 +115,7 @@ class Replica:
     def mean_state(self, share: Share) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with the means of its tensors. Collective.
 
-        A number of steps is the largest of all ranks; the numbers differ if a rank has skipped
+        Step counts are the maximum over all ranks, because they differ if a rank has skipped
         steps.
         """
         means = {id(tensor): self._mean(tensor, share) for _, tensor in self.state()}
@@ -219,7 +219,7 @@ class Exchange(StateFields):
         """Synchronize the ranks, and start averages. Collective.
 
         Args:
-            averagings: averages to start, first the average of parameters.
+            averagings: averages to start; the first is the average of parameters.
             samples: sample counts that determine the weight of this rank; cleared by this call.
             rounds: rounds of a subset of ranks; None for the rounds of all ranks.
         """

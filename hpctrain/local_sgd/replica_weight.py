@@ -7,7 +7,7 @@ from hpctrain.core.errors import MismatchError
 
 
 class Share(NamedTuple):
-    """Weight of this rank's replica in a sum over ranks, and factor of the sum."""
+    """Weight of this rank's replica in a sum over ranks, and factor that makes the sum a mean."""
 
     weight: float
     scale: float  # one over the sum of all ranks' weights
@@ -19,7 +19,8 @@ class SampleSums:
     def __init__(self) -> None:
         self._sum = self._nominal = 0.0
         self._of_step: list[tuple[float, float]] = []  # numbers set for the current step
-        self._usual, self._num_unset = 0.0, 0  # for steps without a number: nominal, and count
+        # Nominal number that is assumed for a step without a number, and count of such steps.
+        self._usual, self._num_unset = 0.0, 0
         self.is_counted = False  # whether a number was ever set
         self.nominal = 0.0  # last nominal number since the last average; 0 without one
         self.num_uncounted = 0  # steps without a number since the last average
@@ -60,7 +61,7 @@ class SampleSums:
         self.nominal, self.num_uncounted = 0.0, 0
 
     def report(self) -> dict[str, float]:
-        """Return numbers; ``require_same_counting`` evaluates the sums of these over ranks."""
+        """Return the numbers of this rank whose sums ``require_same_counting`` checks."""
         nominal = self.nominal
         uncounted = self.num_uncounted if self.is_counted else 0
         return {

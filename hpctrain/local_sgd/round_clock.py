@@ -22,7 +22,7 @@ class RoundClock:
         self.waited_s = 0.0
         """Seconds that this rank has spent on communication since the last average began."""
         self.round_s = 0.0
-        """Mean of ``waited_s`` over ranks at the average before the last; same on all ranks."""
+        """Mean over ranks of ``waited_s`` when the last average began; same on all ranks."""
         self._last_sync, self._steps_between = 0, 1
         self._num_timed, self._timed_s = 0, 0.0
         self.resume()

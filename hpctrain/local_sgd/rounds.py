@@ -147,8 +147,8 @@ class Rounds:
     ) -> tuple[float, dict[str, float], int]:
         """Return this rank's weight, the sums of all reports, and the raised flags. Collective.
 
-        All weights are divided by a power of two, so that no weight is above 1: products of 16-bit
-        numbers could overflow.
+        All weights are divided by a power of two, so that no weight is above 1: the product of a
+        larger weight and a 16-bit number could overflow.
         """
         self._gradients.confirm()
         takes_part = bool(samples and self.counts)

@@ -24,7 +24,7 @@ class StagedSGD(LocalMethod):
     Floating-point buffers are averaged with the parameters. Optimizer states differ between nodes,
     and are averaged once before the cool-down, since ranks with different momenta diverge.
 
-    The constructor broadcasts the model of rank 0 and hooks the optimizer; it is collective.
+    The constructor is collective: it broadcasts the model of rank 0 and hooks the optimizer.
 
     Args:
         model: module with equal parameters and buffers on every rank.
@@ -76,7 +76,8 @@ class StagedSGD(LocalMethod):
         self._most_steps, self._most_delay = steps, delay
         self._patience, self._threshold = patience, threshold
         self._steps, self._delay = steps, delay
-        self._due, self._waits = 0, delay  # of the exchange in flight: last step, and delay
+        # Step after which the exchange in flight is merged, and delay of that exchange.
+        self._due, self._waits = 0, delay
         self._best, self._num_bad = float("inf"), 0
         self._everywhere = self._synchronous.over(self._comm)
         self._on_node = None

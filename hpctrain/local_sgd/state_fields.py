@@ -7,10 +7,10 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 Fields = Mapping[str, str | tuple[str, ...]]
-"""By key of a state: an attribute path, or several paths whose values are saved as a list.
+"""For each key of a saved state, an attribute path, or several paths with values saved as a list.
 
-Dots separate the names of a path; a path that ends with ``[]`` names a list of objects that
-have these states, too."""
+Dots separate the names of a path. A path that ends with ``[]`` names a list of objects, each with
+the methods of ``StateFields``."""
 
 _LIST = "[]"
 

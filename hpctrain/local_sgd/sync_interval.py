@@ -12,7 +12,7 @@ Steps = int | str | Callable[[int], int]
 """A number, ``"auto"``, or a function of the index of a round, from 0."""
 
 TRIAL_ROUNDS = 3
-"""Rounds of ``least`` steps before ``"auto"`` decides; the first round is not measured."""
+"""Number of rounds, each of ``least`` steps, before ``"auto"`` decides; the first is a warm-up."""
 
 
 class SyncInterval(StateFields):

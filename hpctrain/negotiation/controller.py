@@ -208,7 +208,7 @@ class Controller:
             "a named operation must use an open process set, but this one was shut down; call "
             "hpctrain.init() or add_process_set() again"
         )
-        # The other ranks execute operations that are decided, and would wait for this rank.
+        # Execute decided operations first: the other ranks also execute them, with this rank.
         last = self._progress.closing = Handle(
             self._driver, Request(Kind.BARRIER, None, ()), CLOSE
         )

@@ -29,8 +29,8 @@ _LONGEST_S = 2e-3
 """Maximum delay of the thread while every recent operation had a caller that waited for it."""
 _CALL = "call"
 CLOSE_S = 10.0
-"""Longest wait, when a controller closes, for ranks whose operations have failed, and for a caller
-whose operation does not return."""
+"""Longest wait for the other ranks when a controller closes, and for the thread that drives the
+engine to stop."""
 
 
 class SubmissionTimer(Timer):
@@ -84,7 +84,7 @@ class EngineDriver:
         self._driving = dict[str, object]()
         """The call that drives the engine, if any, by the key ``_CALL``."""
         self._callers = dict[SimpleQueue[None], None]()
-        """Callers that wait. The driver puts an item when it stops or completes an operation."""
+        """Queues of waiting callers; ``_wake_callers`` puts an item to wake each caller."""
         self._may_drive = True
         self._is_sleeping = False  # only valid while a thread drives
         self._next_check = time.monotonic() + TICK_S
@@ -127,7 +127,7 @@ class EngineDriver:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Fail all operations of this rank after ``error``: its caller may now change tensors."""
+        """Fail all operations of this rank: a caller that got ``error`` may change the tensors."""
         self._progress.refuse(error)
         if self._drive_once(self._drive, lambda: True) is None and self._is_sleeping:
             self._post.ring()  # the call that drives fails the operations
@@ -182,7 +182,7 @@ class EngineDriver:
             self._drive_once(self._progress.start, handle)
 
     def _drive_once(self, act: Callable[..., T], *arguments: Any) -> T | None:
-        """Call ``act`` as the only thread that drives; return None if another call drives."""
+        """Call ``act`` while no other call drives the engine; return None if another call does."""
         call = object()
         try:
             if self._driving.setdefault(_CALL, call) is not call:
@@ -240,7 +240,7 @@ class EngineDriver:
             self._is_sleeping = False
 
     def _pass_on(self, call: object) -> None:
-        """Let ``call`` stop driving, if it drives; wake a caller or the background thread."""
+        """If ``call`` drives the engine, stop; then wake a caller or the background thread."""
         if call is not None and self._driving.get(_CALL) is call:
             del self._driving[_CALL]
         if self._driving:

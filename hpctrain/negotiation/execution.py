@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.timeline import Timeline
 
 DIRECT_BYTES = 1 << 20
-"""Minimum size of tensors that are not fused: the copy costs more than the saved message."""
+"""Minimum size of tensors that are not fused: a copy would cost more than a separate message."""
 BUCKET_BYTES = 128 * KIB
-"""Minimum size of messages that are reduced in place: one copy less, two more synchronizations."""
+"""Minimum size of messages that are reduced inside their bucket.
+
+This saves a copy, but takes two more synchronizations.
+"""
 _MAX_VIEWS = 1 << 14  # cached views; creating one costs as much as copying some KiB
 
 
@@ -266,7 +269,7 @@ class Executor:
     # -- reductions -------------------------------------------------------------------------
 
     def _repeated(self, handles: "list[TensorHandle]", phases: Phases) -> None:
-        """Reduce thousands of small tensors in place with little overhead; see ``runs``."""
+        """Reduce the tensors of repeated operations in place, in one message; see ``runs``."""
         tensors = [handle.tensor for handle in handles]
         how = recipe_of(handles[0].signature, self._comm.size)
         shapes = tuple([handle.repeated.signature.shapes for handle in handles])
@@ -298,7 +301,7 @@ class Executor:
     def _together(
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
-        """Reduce ``given``, of one dtype, as ``request`` specifies; write to ``taken``."""
+        """Reduce the tensors ``given`` of one dtype as ``request`` specifies, into ``taken``."""
         how = recipe_of(request.signature, self._comm.size, given[0].dtype)
         if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)

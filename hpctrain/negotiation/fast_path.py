@@ -2,18 +2,19 @@
 
 Each rank has a word in node memory. A rank without other operations in flight prepares a repeated
 operation, which all ranks know by a number: the rank writes its data, then the number to its word.
-If all words are equal, rank 0 of the node commits the operation by its own word. Otherwise, rank 0
-aborts the operation by overwriting the words. A commit costs one word per rank and the word of
-rank 0, and no rank waits for another afterwards. The most frequent operation is a reduction of one
-tensor: each rank has written its values to its slot before the commit, so only the sum remains. An
-aborted operation is announced by control messages, as are all operations while a rank waits for
-the answer to a control message. Rank 0 takes part in both, so all operations have one order.
+If all words are equal, rank 0 of the node commits the operation by writing its own word. If not,
+rank 0 aborts the operation by overwriting the other words. A commit takes one write per rank, and
+no rank waits for another afterwards. The most frequent operation is a reduction of one tensor:
+each rank has written its values to its slot before the commit, so only the sum has to be computed.
+An aborted operation is announced by control messages, as are all operations while a rank waits for
+the answer to a control message. Rank 0 takes part in commits and in control messages, so all
+operations have one order.
 
 On several nodes, the first ranks of the nodes vote by an all-reduce of small messages. A message
 contains the number of the prepared operation and partial sums. A rank that receives another
-number, or a refusal, sends a refusal to the next rank, so all nodes get the same outcome after as
-many rounds as a sum takes. A vote cannot be withdrawn. Values are added in the order of the plan,
-so results do not depend on the path.
+number, or a refusal, sends refusals from then on, so all nodes get the same outcome after the
+rounds of one all-reduce. A vote cannot be withdrawn. Values are added in the same order as without
+the fast path, so the results are identical.
 
 States of a rank (``PathState``)::
 
@@ -74,15 +75,15 @@ _NUMBER_BITS = 20
 _NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
-"""Schedule of votes: as many messages for any size, since a node that refuses knows no size."""
+"""Its number of messages does not depend on the size, which a refusing node does not know."""
 _REFUSED = -1
 _CALL, _NUMBER_BYTES = b"", 8  # _CALL is sent by a node that receives before it sends
 
 _MAX_KNOWN = 4096  # cached operations, with their views of the slots
-_NUM_POLLS = 20  # minimum, before a rank that shares its core sleeps
+_NUM_POLLS = 20  # minimum number of polls before a rank that shares its core sleeps
 _VOTE_BYTES = 128 * KIB
-"""Maximum size, for all ranks of a node, of values that are sent with a vote: larger messages
-delay each other on slow links."""
+"""Maximum bytes of values for a vote, over all ranks of a node: larger messages delay each other
+on slow links."""
 
 
 class Ballot(NamedTuple):
@@ -115,11 +116,11 @@ class NodeVotes(Wire):
         self.is_open = False  # this node has voted, and the outcome is not known
 
     def start(self, number: int, ballot: Ballot = _BLANK) -> None:
-        """Start a vote for operation ``number``; it also combines the values of all nodes."""
+        """Start a vote for operation ``number``, which also combines the ballots of all nodes."""
         self.is_open, self._number = True, number
         self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
         self._awaited = next(self._steps, None)
-        if self.num_bytes_sent == sent:  # the peer does not wait yet: announce the vote
+        if self.num_bytes_sent == sent:  # this node receives first: announce the vote
             self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
 
     def outcome(self) -> bool | None:
@@ -229,7 +230,7 @@ class NodeCommit:
         self._word = word = self.num_commits << _NUMBER_BITS | number + 1
         if not self._is_root:
             if self._fence is not None:
-                self._fence()  # own data, and loads of other ranks' data, before the word
+                self._fence()  # complete stores and loads of data before the store of the word
             self._words[self._place] = word
             self._ring_root()
 
@@ -289,7 +290,7 @@ class NodeCommit:
         others = self._others.tolist()
         if others.count(self._word) == self._num_others:
             if self._fence is not None:
-                self._fence()  # the words before the data
+                self._fence()  # load the words before the data
             return self._commit() if self._votes is None else self._vote(self._votes)
         first = self.num_commits << _NUMBER_BITS
         for word in others:
@@ -350,8 +351,8 @@ class Known(NamedTuple):
     signature: Signature  # the same object as in requests of this rank
     number: int
     slots: tuple[tuple[Tensor, ...], ...] = ()
-    """Views of the slots, by turn and rank, in the shape of the tensor, for a plain sum of one
-    tensor. Otherwise empty: all ranks execute the operation after the commit."""
+    """Views of the slots in the shape of the tensor, by turn (0 or 1) and rank, for a plain sum of
+    one tensor. Otherwise empty: all ranks execute the operation after the commit."""
     how: Combination | None = None
     scale: float | None = None
     num_bytes: int = 0
@@ -382,7 +383,7 @@ class FastPath:
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, signature: Signature) -> Known | None:
-        """Return the repeated operation of this name and signature; None if none has a number."""
+        """Return the operation of this name and signature; None unless it has a number."""
         known = self._known.get(name)
         if (
             known is not None
@@ -400,9 +401,9 @@ class FastPath:
         return known
 
     def reduce_now(self, known: Known, tensor: Tensor) -> bool | None:
-        """Reduce a plain contiguous tensor in place; return the last result of ``commit.poll``.
+        """Reduce a plain contiguous tensor in place; return True if committed, None if undecided.
 
-        Also returns False if the kernel is off or does not support the operation.
+        Returns False if aborted, or if the kernel is off or does not support the operation.
         """
         if known.reduce is None:
             return False
@@ -453,7 +454,7 @@ class FastPath:
         if self._num_nodes > 1:
             del parts[1:]  # the first part is the sum
         elif node.local_rank < 2:
-            parts[node.local_rank] = given  # the tensor is read anyway: one memory stream less
+            parts[node.local_rank] = given  # instead of its copy: one memory stream less
         result, is_in_place = given, handle.is_in_place
         if not is_in_place:
             result = torch.empty_like(given, memory_format=torch.contiguous_format)

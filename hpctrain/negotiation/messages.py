@@ -14,7 +14,7 @@ from hpctrain.core.pickles import unpickled
 from hpctrain.negotiation.request import Signature
 
 Part = tuple[Signature, list[int] | None]
-"""Signature of an operation and the ranks that announced it; None for all ranks below."""
+"""Signature of an operation, and ranks that announced it; None for all ranks of the subtree."""
 
 BITS, REPORT, SLOTS, VECTOR, DECISION, QUESTIONS = range(6)  # the first byte of a message
 _ONE = ord("1")
@@ -34,10 +34,10 @@ class OperationBatch:
 
     entries: tuple[Entry, ...]
     join_over: int | None = None
-    """The rank that joined last, when all have joined; the join then ends."""
-    bits: int = field(default=0, compare=False)  # the entries' numbers as bits, or 0
+    """The rank that joined last, if all ranks have joined: the joins are then complete."""
+    bits: int = field(default=0, compare=False)  # numbers of the entries, as bits; 0 if not stored
     runs: list[list[int]] | None = field(default=None, compare=False)
-    """Indices of entries that share a message; cached, since batches repeat."""
+    """Groups of entries that share a message, as indices; cached, since batches repeat."""
 
 
 class Report(NamedTuple):
@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
     bits: int = 0  # numbered operations that all of these ranks have announced
     names: Sequence[tuple[str, list[Part]]] = ()
-    """Other operations that each of these ranks has announced, unless it has joined."""
+    """Other operations that all of these ranks have announced, except ranks that have joined."""
     ranks: tuple[int, ...] = ()  # this rank and the ranks below it; sent once
     joins: Sequence[int] = ()
     """Ranks that have joined, in the order of arrival."""
@@ -75,7 +75,7 @@ def unpack_bits(message: bytes) -> int:
 
 
 def pack_slots(slots: list[int]) -> bytes:
-    """Encode a decision on numbered operations, in their order."""
+    """Encode the decision to execute the operations with the numbers ``slots``, in this order."""
     if 16 * len(slots) <= max(slots) or slots != sorted(slots):
         return b"\2" + array("H", slots).tobytes()
     return b"\3" + pack_bits(bits_of(slots))[1:]

@@ -34,11 +34,11 @@ class QuestionRelay:
 
     A question is, for example, whether a rank has submitted an operation that other ranks wait
     for. Questions pass through the root, which determines their order, so the order is the same on
-    all ranks. Often all ranks ask the same question within a second: so each rank sends at most
-    one question of each kind to its parent until it receives the next question of that kind from
-    the root. Meanwhile, the rank merges the questions of that kind that it receives. Answers may
-    be any picklable objects. Any thread may append to ``asked``; everything else is not
-    thread-safe.
+    all ranks. Often all ranks ask the same question within a second. So a rank sends a question of
+    some kind to its parent, and then sends no other question of this kind until it receives the
+    next question of this kind from the root. Meanwhile, the rank merges the questions of this kind
+    that its children send. Answers may be any picklable objects. Any thread may append to
+    ``asked``; everything else is not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class QuestionRelay:
         self.received: list[object] = []
         """Answers of the children."""
         self._in_flight: dict[str, RelayedQuestion] = {}
-        """By kind, the question that was sent to the root, or from the root."""
+        """By kind, the question in flight, which was sent to the root, or by the root."""
         self._held: dict[str, RelayedQuestion] = {}
         """By kind, the merged questions that are sent after the question in flight."""
 
@@ -116,12 +116,14 @@ class Negotiator:
         self.relay = QuestionRelay()
         """Questions to all ranks, and answers to the parent."""
         self._pending = PendingTable(tree.rank, len(tree.children), self.cache)
-        self._announced: dict[str, int] = {}  # numbers, or -1, in the order of announcement
+        self._announced: dict[str, int] = {}
+        """By name, the number or -1 of each undecided operation, in the order of announcement."""
         self._own_slots: list[int] = []  # numbers announced but not yet in the table
         self._is_changed = False
         self._out: list[tuple[int, bytes]] = []
         self._batches: list[OperationBatch] = []
-        self._joins: list[int] = []  # on the root all joined ranks, else those not yet reported
+        self._joins: list[int] = []
+        """On the root, all ranks that have joined; on other ranks, the joins not yet reported."""
         self._is_join_reported = False
         self._is_introduced = False
 
@@ -327,7 +329,7 @@ class Negotiator:
 
 _NUM_SHOWN = 3  # maximum number of differing tensors in a message
 
-Given = Sequence[tuple[Signature, Sequence[int]]]  # each description and the ranks that gave it
+Given = Sequence[tuple[Signature, Sequence[int]]]  # each signature and the ranks that have it
 
 
 def disagreement(name: str, given: Given) -> str:
@@ -357,13 +359,13 @@ def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str |
         return None
     return (
         f'the root of a broadcast must submit it, but the root of "{name}" is rank '
-        f"{signature.root}, which has joined; call join() there after its last broadcast, or "
-        f"choose another root rank"
+        f"{signature.root}, which has joined; call join() on that rank after its last broadcast, "
+        f"or choose another root"
     )
 
 
 def _differing(signatures: list[Signature]) -> tuple[list[Signature], str]:
-    """Return the signatures with only the differing tensors of a large group, and a note."""
+    """Return the signatures, reduced to the tensors of a large group that differ, and a note."""
     counts = {len(signature.dtypes) for signature in signatures}
     total = max(counts)
     if total <= _NUM_SHOWN or len(counts) > 1:

@@ -101,10 +101,10 @@ class PendingTable:
 
     def __init__(self, rank: int, num_children: int, slots: ResponseCache) -> None:
         self.bits = [0] * (1 + num_children)
-        """By source, the numbers of its announced, undecided operations, as bits."""
+        """For each source, the numbers of its announced but undecided operations, as bits."""
         self.joined = [False] * (1 + num_children)  # by source, whether all its ranks have joined
         self.ranks: list[Sequence[int]] = [(rank,), *((),) * num_children]
-        """By source, its ranks; set before the first operation of the source is complete."""
+        """Ranks of each source; set before the first operation of the source is complete."""
         self._slots = slots
         self._parts: dict[str, dict[int, list[Part]]] = {}
         self._taken_bits = 0

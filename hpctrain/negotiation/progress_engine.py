@@ -123,7 +123,7 @@ class ProgressEngine:
                 return is_done
 
     def start(self, handle: Handle) -> None:
-        """Run ``handle`` on the fast path as far as possible.
+        """Start ``handle`` on the fast path; complete it if the other ranks are ready in time.
 
         A no-op if another operation is in flight.
         """
@@ -141,7 +141,7 @@ class ProgressEngine:
     def reduce_now(
         self, driver: Driver, repeated: Repeated, tensor: "Tensor"
     ) -> TensorHandle | bool:
-        """Execute a reduction by the kernel, if no other operation of this rank is in flight.
+        """Reduce with the compiled kernel, if no other operation of this rank is in flight.
 
         Returns:
             True if the reduction is complete. False if it was not executed, because other
@@ -268,7 +268,7 @@ class ProgressEngine:
             return False
         try:
             fast_path.prepare(known, handle)
-        except Exception:  # announced instead, so that the error is raised on all ranks
+        except Exception:  # control messages then make all ranks raise the error
             return False
         self._prepared = handle, known
         return True
@@ -281,7 +281,7 @@ class ProgressEngine:
         if self.fast_path is None or self._prepared is None:
             return False
         is_committed = self._settle(verdict=self.fast_path.commit.poll())
-        self._announce_submitted()  # the rest, if no operation is prepared
+        self._announce_submitted()  # announces the other operations, if none is prepared
         return is_committed
 
     def _settle(self, *, verdict: bool | None) -> bool:
@@ -372,7 +372,7 @@ class ProgressEngine:
         questions = relay.take_questions()
         for question in questions:
             if isinstance(question, BreakOff):
-                self.post.flush(down=True)  # no later ``advance`` sends the message
+                self.post.flush(down=True)  # send now, as ``advance`` is not called again
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:
@@ -386,7 +386,8 @@ class ProgressEngine:
     def _exchange_answers(self, now: float, *, partial: bool = False) -> None:
         """Merge the answers of the children; pass answers to the parent; log the reports.
 
-        ``partial`` is True once a second; the root then sends its next question.
+        ``partial`` is True in one call per second. In this call, a rank passes answers to its
+        parent even if some are missing, and the root allows the next question.
         """
         relay = self._negotiator.relay
         for answers in relay.take_received():

@@ -29,13 +29,13 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 class Recipe(NamedTuple):
-    """The steps of reducing values of one dtype, in the order of the fields."""
+    """Steps that reduce values of one dtype, in the order of the fields."""
 
     accumulate_dtype: torch.dtype | None  # None for the dtype of the values
     before: float | None  # factor of the local values
     op: Op
     scale: float | None
-    """Factor that the communicator applies in its last pass, if floating point or complex."""
+    """Factor of a floating-point or complex result, applied by the communicator's last pass."""
     after: float | None
     """Factor of an integer result, computed in float64 and rounded towards zero."""
     divisor: int  # divisor of an integer result, rounded towards zero; 1 for none
@@ -46,12 +46,12 @@ class Recipe(NamedTuple):
 def recipe(
     dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float, size: int
 ) -> Recipe:
-    """Return the steps of reducing values of ``dtype`` over ``size`` ranks. Local.
+    """Return the steps that reduce values of ``dtype`` over ``size`` ranks. Local.
 
     ``prescale`` is applied before the sum, as in Horovod, since it may prevent an overflow of the
-    sum. ``postscale`` and the divisor of an average need no separate pass. Averages of integers
-    are exact and rounded towards zero; averages of 8-bit and 16-bit integers are summed in 32
-    bits.
+    sum. For floating point, ``postscale`` and the divisor of an average need no separate pass.
+    Averages of integers are exact and rounded towards zero; 8-bit and 16-bit integers are summed
+    in 32 bits.
 
     Raises:
         CommError: the operation does not support ``dtype``.
@@ -137,7 +137,7 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
     signed = values.view(torch.int64)
     quotient = signed.bitwise_right_shift(1).bitwise_and_((1 << 63) - 1)
     quotient.div_(divisor, rounding_mode="trunc").mul_(2)
-    quotient += (signed - quotient * divisor) >= divisor  # the rest is less than twice the divisor
+    quotient += (signed - quotient * divisor) >= divisor  # remainder is below twice the divisor
     signed.copy_(quotient)
 
 

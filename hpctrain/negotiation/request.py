@@ -54,7 +54,7 @@ class Signature(NamedTuple):
     kind: Kind
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the tensors, without the first dimension if that may differ."""
+    """Shapes of the tensors; see ``is_free`` for kinds that omit the first dimension."""
     op: ReduceOp | None
     prescale: float
     postscale: float
@@ -187,8 +187,8 @@ class Handle:
     """Handle of one operation of this rank.
 
     Args:
-        driver: executes operations while a caller waits; None if the creator completes the
-            handle.
+        driver: executes operations while a caller waits; None if the creator of the handle
+            completes the operation.
         request: the operation.
         name: name of the operation; by default the name of the request.
         take: function that converts the result to the return value of ``wait``.

@@ -41,11 +41,11 @@ class Question(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Only one question of each kind is answered at a time."""
+        """Kind of the question; one question of each kind is answered at a time."""
         return "final question" if self.is_final else "question"
 
     def without(self, other: "Question") -> "Question | None":
-        """Return a question about the operations that ``other`` does not contain, or None."""
+        """Return a question about the operations that ``other`` lacks; None if it lacks none."""
         ages_s = {name: age_s for name, age_s in self.ages_s.items() if name not in other.ages_s}
         return self._replace(ages_s=ages_s) if ages_s else None
 
@@ -72,12 +72,12 @@ class Answers:
     key: tuple[int, int]
     ranks: int  # ranks that have answered
     waiting: dict[str, int]
-    """Ranks that have submitted an operation and wait for it, by name."""
-    lacking: dict[str, int]  # ranks that have not submitted an operation, by name
+    """By name of an operation, the ranks that have submitted the operation and wait."""
+    lacking: dict[str, int]  # by name of an operation, the ranks that have not submitted it
     places: dict[RankActivity, tuple[int, float]]
-    """Ranks at each of the first ``MAX_LINES`` places, and the age of their last collective in
-    seconds, or -1 without one."""
-    elsewhere: int = 0  # ranks at further places
+    """For each of the first ``MAX_LINES`` activities, the ranks with this activity and the age of
+    their last collective in seconds; the age is -1 if there was none."""
+    elsewhere: int = 0  # ranks with other activities
     is_complete: bool = False  # whether the subtree of the sender sends no further answers
 
     def add(self, other: "Answers") -> None:
@@ -107,8 +107,9 @@ class Inquiry:
     """A question, and the merged answers of this rank and the ranks below it."""
 
     question: Question
-    until: float  # deadline of the answers
-    answers: Answers  # on the root all answers, on other ranks those not yet sent to the parent
+    until: float  # deadline of the answers, as ``time.monotonic()``
+    answers: Answers
+    """On the root, all answers; on other ranks, the answers not yet sent to the parent."""
     num_missing: int  # number of children whose subtrees have not answered completely
 
 
@@ -177,7 +178,7 @@ def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: int) -> 
 
 
 def _activity(place: RankActivity, ago_s: float, where: str) -> list[str]:
-    """Return the lines about the ranks at one place."""
+    """Return the lines about the ranks ``where``, which have the same activity."""
     text = f"  {where}: last collective: {place.last}"
     if ago_s >= 0:
         text += f", {ago_s:.0f} s ago"
@@ -203,7 +204,7 @@ def _on_hosts(ranks: int, members: Sequence[SetMember]) -> str:
     return f"{_ranks(ranks, members)} on {shortened(hosts, 4)}"
 
 
-MAX_FRAMES = 10  # maximum number of lines of a stack, innermost kept
+MAX_FRAMES = 10  # maximum number of frames that a report shows of a stack, the innermost
 
 _OURS = str(Path(hpctrain.__file__).parent)
 _INSTALLED = ("stdlib", "platstdlib", "scripts")
@@ -257,7 +258,7 @@ def _shown(stack: Sequence[traceback.FrameSummary]) -> str:
     users = [place for place, each in enumerate(stack) if not _is_library(each.filename)]
     kept = [stack[place] for place in users] or list(stack)
     if users:
-        # The line of the user already names the function of hpctrain that it calls.
+        # The user's line of code already names the function of hpctrain that the line calls.
         inside = [each for each in stack[users[-1] + 1 :] if not each.filename.startswith(_OURS)]
         kept += inside[-1:]
     hidden = ["..."] if len(kept) > MAX_FRAMES else []
@@ -276,8 +277,8 @@ def _line(frame: traceback.FrameSummary) -> str:
 HANG = 86  # exit code of ranks that end because an operation is stalled
 
 ANSWER_S = 4.0
-"""Longest wait of the root for answers, plus a second for each level of the tree of ranks: idle
-ranks check for messages once a second."""
+"""Longest wait of the root for answers, without the second that is added for each level of the
+tree of ranks because idle ranks check for messages once a second."""
 
 MAX_NAMES = 50  # maximum number of operations in a question, oldest first
 
@@ -292,7 +293,7 @@ class StallWatch:
 
     Args:
         settings: intervals of the reports, and log directory.
-        number: this rank in the process set; 0 is the root.
+        number: rank of this process in the process set; 0 is the root.
         members: ranks of the process set.
         last_call: stores the last collective; the caller updates it for every operation.
         end: function that ends all ranks with the given exit code.
@@ -329,9 +330,9 @@ class StallWatch:
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
         """Return a question if operations have waited for long, else None.
 
-        The caller calls this method about once a second. A question is repeated when the wait has
-        doubled and the time for the answers is over, but not shortly before the age at which all
-        ranks end.
+        The caller calls this method about once a second. A question about an operation is repeated
+        when the operation has waited twice as long and the time for the answers is over, but not
+        shortly before the age at which all ranks end.
 
         Args:
             now: ``time.monotonic()``.
@@ -362,7 +363,7 @@ class StallWatch:
         """Store this rank's answer to a question, which another rank or this rank has asked.
 
         This rank then asks no question about the same operations for some time. With ``joined``,
-        this rank lacks no named operation, because it contributes to all of them by zeros.
+        no named operation counts as missing on this rank: the rank contributes neutral values.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._mark(now, question.ages_s, oldest)
@@ -461,7 +462,7 @@ class StallWatch:
         return age_s >= (self._asked[name][1] if name in self._asked else self._first_s)
 
     def _mark(self, now: float, ages_s: Mapping[str, float], oldest: Mapping[str, float]) -> None:
-        """Postpone questions of this rank about operations of a question."""
+        """Postpone the next question of this rank about each operation in ``ages_s``."""
         for name in ages_s:
             if name in oldest:
                 age_s = max(ages_s[name], now - oldest[name])

@@ -88,8 +88,8 @@ class Timeline:
     ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
 
     The file is an array of events in Chrome's trace format, which Perfetto also opens. Each batch
-    of events overwrites the end of the array and writes the end again, so the file is valid JSON
-    even if the process is killed.
+    of events overwrites the closing bracket of the array and ends with a new bracket, so the file
+    is valid JSON even if the process is killed.
 
     Args:
         path: file to create or truncate.
@@ -165,7 +165,7 @@ class Timeline:
                 os.close(self._file)
 
     def _append(self, events: Sequence[str]) -> None:
-        """Append events to the file; after an ``OSError`` the file has the earlier events."""
+        """Append events to the file; after an ``OSError``, the file keeps the earlier events."""
         if not events:
             return
         data = ((",\n" if self._num_bytes else "[\n") + ",\n".join(events)).encode()
@@ -188,7 +188,7 @@ class Timeline:
             self._records.append((perf_counter_ns(), phase, name, title, details))
 
     def _events(self, when: int, phase: str, name: str, title: Any, details: Any) -> Iterator[str]:
-        """Return the events of one record."""
+        """Yield the events of one record, as JSON."""
         if phase == "i":
             yield f'{{"ph":"i","name":"CYCLE_START","s":"g",{self._place(when, 0)}}}'
             return

@@ -187,7 +187,7 @@ def test_ranks_per_node_gives_the_requested_number_of_nodes(num_ranks, nodes):
     ("how", "text"),
     [
         ({"num_ranks": 0}, "at least 1, got 0"),
-        ({"num_ranks": 4, "nodes": 3}, "4 ranks cannot make 3; use 1 or 2 or 4 nodes"),
+        ({"num_ranks": 4, "nodes": 3}, "4 ranks cannot make 3 such nodes; use 1 or 2 or 4 nodes"),
         ({"num_ranks": 2, "nodes": 3}, "2 ranks cannot make 3"),
         ({"num_ranks": 5, "hosts": "a:2,b:2"}, "5 ranks and 4 slots"),
         ({"num_ranks": 2, "hosts": "a:two"}, "'a:two'"),

@@ -202,6 +202,6 @@ def test_invalid_conditions_are_rejected(text):
 
 def test_a_job_on_another_cluster_than_its_commands_is_refused(command):
     environ = command("sbatch", "echo 12", SBATCH_CLUSTERS="b")
-    with pytest.raises(LaunchError, match=r"got SBATCH_CLUSTERS=b; .*export SLURM_CLUSTERS=b"):
+    with pytest.raises(LaunchError, match=r"got SBATCH_CLUSTERS=b, .*export SLURM_CLUSTERS=b"):
         submit("a.sbatch", environ)
     assert submit("a.sbatch", environ | {"SLURM_CLUSTERS": "b"}) == 12

@@ -163,7 +163,7 @@ def test_a_broadcast_fails_if_its_root_has_joined():
     assert early == Entry("early", FROM_1, None)
     assert late.error == (
         'the root of a broadcast must submit it, but the root of "late" is rank 1, which has '
-        "joined; call join() there after its last broadcast, or choose another root rank"
+        "joined; call join() on that rank after its last broadcast, or choose another root"
     )
 
 

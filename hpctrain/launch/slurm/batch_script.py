@@ -66,9 +66,9 @@ class SbatchOptions:
             name, mark, value = option.partition("=")
             if name == "--clusters":
                 raise ConfigError(
-                    f"a job must run on the cluster whose commands query, requeue and cancel it, "
-                    f"got {option}; omit this option of sbatch, and `export {CLUSTERS}=NAME`, "
-                    f"which all commands of Slurm read"
+                    f"the cluster of a job must be selected for all Slurm commands, got {option}, "
+                    f"which only sbatch reads; omit this option, and `export {CLUSTERS}=NAME`, "
+                    f"which all Slurm commands read"
                 )
             found[name] = f"{name}={_word(name, value)}" if mark else name
         return found
@@ -79,19 +79,19 @@ class BatchSettings(SbatchOptions):
     """Options of sbatch, and the command that the job runs."""
 
     config: str | None = None
-    """TOML file to train; by default the value of the job's variable CONFIG."""
+    """TOML file of the training; by default the value of the job's variable CONFIG."""
     directory: str | None = None
-    """Folder of the run, with variables of Slurm such as ``$SLURM_ARRAY_TASK_ID``.
+    """Folder of the run; may contain variables of Slurm such as ``$SLURM_ARRAY_TASK_ID``.
 
     By default the value of the variable RUN_DIRECTORY, or a folder named after the job.
     """
     program: tuple[str, ...] = ()
-    """Command that runs instead of ``hpctrain train``, with variables of Slurm.
+    """Command that runs instead of ``hpctrain train``; may contain variables of Slurm.
 
     RUN_DIRECTORY is the folder of the run, where the exit code is stored.
     """
     overrides: tuple[str, ...] = ()
-    """``KEY=VALUE`` for ``hpctrain train --set``, with variables of Slurm."""
+    """``KEY=VALUE`` for ``hpctrain train --set``; may contain variables of Slurm."""
 
 
 def names() -> list[str]:
@@ -108,7 +108,7 @@ def text(name: str) -> str:
 
 
 def option(name: str, option: str) -> str:
-    """Return the value of an option of sbatch in a template."""
+    """Return the value of an option of sbatch in a template; empty if the template lacks it."""
     found = re.search(f"^#SBATCH {option}=(.*)$", text(name), re.MULTILINE)
     return found[1] if found else ""
 
@@ -168,7 +168,10 @@ def _folder() -> Traversable:
 
 
 def _in_time(line: str, limit: str | None) -> str:
-    """Limit the lead time of ``--signal`` to a quarter of the time limit of the job."""
+    """Limit the lead time in a ``--signal`` line to a quarter of ``limit``, the job's time limit.
+
+    Other lines are returned unchanged.
+    """
     signal, mark, margin_s = line.partition("USR1@")
     limit_s = time_limit_s(limit or "")
     if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):

@@ -1,4 +1,4 @@
-"""Calls of the commands of Slurm: queries about jobs, and submission of jobs."""
+"""Calls of Slurm commands: queries about jobs, and submission of jobs."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from hpctrain.launch.program import CompletedProgram, run_to_end
 
 NO_ANSWER = "Slurm does not answer"
 ANSWER_S = 10.0
-"""Time limit of a query; a run calls Slurm once, at its start."""
+"""Time limit of a query; each run makes only one query, at its start."""
 
 SUBMIT_S = 120.0  # time limit of commands that submit and manage jobs
 
@@ -58,7 +58,7 @@ class NodeShape(NamedTuple):
 
 
 def node_shape(partition: str | None, environ: Mapping[str, str] = os.environ) -> NodeShape | None:
-    """Return the smallest shape of the nodes of a partition, or of the default partition.
+    """Return the minimum ``NodeShape`` in a partition, by default in Slurm's default partition.
 
     Returns None if Slurm does not answer.
     """
@@ -89,7 +89,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
     if done.returncode:
         raise no_answer(done.stderr)
-    # The id of a job array, which is also the id of one task, selects all tasks; each has a line.
+    # The id of one task of a job array is also the id of the array: squeue then lists all tasks.
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     seconds = time_limit_s(lines.get(job, ""))
     return None if seconds is None else queried + seconds
@@ -228,8 +228,9 @@ def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
     named, of_all = slurm_clusters(environ)
     if named and named != of_all:
         raise LaunchError(
-            f"a job must run on the cluster whose commands query, requeue and cancel it, got "
-            f"SBATCH_CLUSTERS={named}; unset it, and `export {CLUSTERS}={named}`"
+            f"the cluster of a job must be selected for all Slurm commands, got "
+            f"SBATCH_CLUSTERS={named}, which only sbatch reads; unset SBATCH_CLUSTERS, and "
+            f"`export {CLUSTERS}={named}`"
         )
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
@@ -316,7 +317,7 @@ def jobs_of(folder: Path) -> list[int]:
 
 
 def dependency(text: str) -> str:
-    """Return ``sbatch --dependency`` for a value of ``--after``: job ids or a condition."""
+    """Convert a value of ``--after``, job ids or a condition, to ``sbatch --dependency``."""
     text = text.strip()
     if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
         return "afterok:" + text.replace(",", ":")

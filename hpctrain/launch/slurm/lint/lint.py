@@ -52,15 +52,15 @@ def _header(script: BatchScript) -> Iterator[Fault]:
         what = f"line {line}: the ranks of a job must be in one component, got a heterogeneous job"
         yield "warning", what, "request equal nodes by one set of #SBATCH options; omit hetjob"
     if name := script.options.get("clusters"):
-        what = f"--clusters={name} sends the job to another cluster than the commands"
-        do = "omit the option, and export SLURM_CLUSTERS, which all commands of Slurm read"
-        yield "warning", f"{what} that query, requeue and cancel it", do
+        what = f"the cluster must be selected for all Slurm commands, got --clusters={name}"
+        do = "omit the option, and export SLURM_CLUSTERS, which all Slurm commands read"
+        yield "warning", f"{what}, which only sbatch reads", do
     for line in script.commented:
         what = f"line {line}: sbatch reads #SBATCH, but this line has # SBATCH, which is a comment"
         yield "note", what, "write #SBATCH, or ##SBATCH to comment the option out"
     for name, value in script.options.items():
         if re.search(r"\$\w|\$\{", value):
-            what = f"#SBATCH --{name} must not contain variables, which sbatch keeps, got {value}"
+            what = f"#SBATCH --{name} must not contain variables: sbatch ignores them, got {value}"
             do = f'sbatch --{name}="..." SCRIPT'
             yield "warning", what, f"write the value itself, or pass it on the command line: {do}"
 
@@ -103,7 +103,7 @@ def _no_wait(script: BatchScript) -> Iterator[Fault]:
         if command.is_background and (command.name == "srun" or launcher_of(command)):
             what = (
                 f"line {command.line}: a script must wait for programs in the background, but "
-                f"this script ends without waiting for {command.name}, which ends the ranks"
+                f"this script ends without waiting for {command.name}; its end ends the ranks"
             )
             yield "error", what, "remove the &, or add a line: wait"
 
@@ -122,7 +122,8 @@ def _nested(script: BatchScript) -> Iterator[Fault]:
         if step.does_own_launching and own.isdigit() and int(own) > 1:
             what = (
                 f"line {step.line}: srun must start a launcher such as torchrun once on each "
-                f"node, because it starts a rank for each GPU, but starts it {own} times"
+                f"node, because the launcher starts all ranks of the node, but starts it {own} "
+                f"times"
             )
             do = "use srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun"
             yield "error", what, do
@@ -154,7 +155,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         if script.facts.has_mpi_package:
             do += (
                 " for this MPI, which is a Python package; to use the MPI of the site, install "
-                "hpctrain without an extra, and use its --mpi"
+                "hpctrain without an extra, and use the --mpi of that MPI"
             )
         fits = "$" in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
@@ -225,7 +226,7 @@ def _one_core(script: BatchScript) -> Iterator[Fault]:
 def _no_save_request(script: BatchScript) -> Iterator[Fault]:
     target = script.options.get("signal")
     if target is None and script.is_requeued:
-        what = "a job that may be requeued must request its run to save, but --signal is missing"
+        what = "a job that may be requeued must signal its run to save, but --signal is missing"
         yield "warning", what, "#SBATCH --signal=USR1@120"
     is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
     has_trap = any(command.name == "trap" for command in script.commands)
@@ -330,7 +331,7 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
 
 
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
-    """Return the findings about the text of a batch script; a single ``ok`` if it has no fault.
+    """Return the findings about the text of a batch script; without faults, one finding ``ok``.
 
     The script is not run: ``#SBATCH`` lines are read as by sbatch, other lines are split into
     words. For the interval between checkpoints, the function also reads the configuration of the
@@ -355,7 +356,8 @@ def gather(
         directory: working directory of sbatch; by default the current one.
         environ: environment variables of the script.
         made: a folder that ``hpctrain submit`` creates before the job starts.
-        site: profile of the site; jobs on Slingshot load the MPI of Cray, not that of this host.
+        site: profile of the site; on a Slingshot network, jobs load Cray's MPI instead of the MPI
+            of this host.
     """
     needed = ""
     if site is None or site.node.network != "slingshot":

@@ -199,7 +199,7 @@ class BatchScript:
         self.environ |= {name: value for name, equals, value in exported if equals}
         first: dict[str, str] = {}
         self.assigned: dict[str, int] = {}
-        """Number of the last line that sets a variable, by name of the variable."""
+        """For each variable, the line number of its last assignment."""
         self._known = dict(self.environ)
         """Values of variables; ``$`` for a variable that is set to two values."""
         for command in found:
@@ -290,7 +290,7 @@ class BatchScript:
         if any(program.name and is_rank(program) for program in programs):
             return False
         pattern = rf"\b({'|'.join(map(re.escape, OWN_LAUNCHERS))})\b"
-        return re.search(pattern, self.code) is not None  # its name may be in a variable
+        return re.search(pattern, self.code) is not None  # a variable may contain the name
 
     def _tasks_of(self, options: Options) -> int | None:
         if "ntasks" in options:
@@ -308,7 +308,7 @@ def number(options: Options, name: str) -> int | None:
 
 
 def launcher_of(command: Command) -> str:
-    """Return the name of the launcher of a command; empty if it starts no ranks."""
+    """Return the launcher that a command runs, such as ``mpirun``; empty if it runs none."""
     if command.name in MPIRUNS and len(command.words) > 1:
         return command.name
     is_ours = command.name == "hpctrain" and command.words[1:2] == ("launch",)

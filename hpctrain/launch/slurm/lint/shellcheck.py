@@ -13,8 +13,8 @@ from hpctrain.launch.slurm.scheduler import run
 def shellcheck(script: str, name: str) -> list[Finding]:
     """Return the syntax errors that shellcheck finds in a script for ``sh`` or ``bash``.
 
-    The result is empty for scripts of other shells, and if shellcheck is not installed. ``name``
-    is the file name in the remedy.
+    The result is empty for scripts of other shells, and if shellcheck is not installed. The
+    remedies contain the command ``shellcheck NAME``, where NAME is the argument ``name``.
     """
     if not re.match(r"#!.*\b(ba)?sh\b", script):
         return []

@@ -30,7 +30,7 @@ def queue(script: BatchScript) -> Iterator[Fault]:
 
 
 def node(script: BatchScript) -> Iterator[Fault]:
-    """Find requests that exceed a node of the site, and GPUs of a node that a job leaves free."""
+    """Find requests that exceed a node of the site, and jobs that leave GPUs of a node unused."""
     site, shape = _site(script), _node(script)
     tasks, gpus = tasks_per_node(script) or 1, gpus_per_node(script)
     cpus, mem = script.number("cpus-per-task"), script.options.get("mem")

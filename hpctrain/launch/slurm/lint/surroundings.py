@@ -59,7 +59,7 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
         yield "warning", what, "export MASTER_ADDR above srun; hpctrain does not need MASTER_ADDR"
     elif line and script.environ.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
         host = script.environ["MASTER_ADDR"]
-        what = f"line {line}: MASTER_ADDR must be one node, but {host} is each node itself"
+        what = f"line {line}: MASTER_ADDR must be one node for all ranks, but is {host}"
         do = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield "warning", what, f"{do}; hpctrain does not need MASTER_ADDR"
     for name, of_slurm in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):

@@ -77,7 +77,7 @@ def _binds_none(script: BatchScript) -> bool:
 
 
 def gpus_per_node(script: BatchScript) -> int | None:
-    """Return the GPUs of a node that a job requests; None or 0 if the number is unknown."""
+    """Return the number of GPUs per node that a job requests; None or 0 if unknown."""
     if (text := script.options.get("gpus-per-node")) is not None:
         return _num_gpus(text.split(","))
     gres = script.options.get("gres", "").split(",")
@@ -95,7 +95,7 @@ def _num_gpus(kinds: list[str]) -> int:
 
 
 def tasks_per_node(script: BatchScript) -> int | None:
-    """Return the ranks per node, or None if it is unknown or the ranks are placed by GPU."""
+    """Return the number of ranks per node; None if unknown, or if ranks are placed by GPU."""
     steps, nodes = script.rank_steps, script.number("nodes") or 1
     words = [launcher.words for launcher in script.launchers]
     options = set(script.options).union(*(step.options for step in steps))

@@ -283,8 +283,8 @@ def test_the_configuration_of_a_submitted_template_is_read(tmp_path):
             "#SBATCH hetjob\n#SBATCH --nodes=1",
             "line 4: the ranks of a job must be in one component",
         ),
-        ("#SBATCH --clusters=a,b", "--clusters=a,b sends the job to another cluster"),
-        ("#SBATCH -M a", "--clusters=a sends the job to another cluster"),
+        ("#SBATCH --clusters=a,b", "got --clusters=a,b, which only sbatch reads"),
+        ("#SBATCH -M a", "got --clusters=a, which only sbatch reads"),
     ],
 )
 def test_heterogeneous_jobs_and_jobs_of_other_clusters_are_found(line, words):
