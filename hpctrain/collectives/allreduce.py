@@ -41,8 +41,8 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         tensor: the same shape and dtype on every rank; dense, on any device, of any memory format.
         average: Horovod's deprecated alternative to ``op``.
         name: identifies the tensor on all ranks; without names, ranks match their calls by order.
-        compression: compression of the tensor while it is sent, such as ``Compression.fp16``; None
-            for none.
+        compression: compression of the tensor for sending, such as ``Compression.fp16``; None for
+            no compression.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
             Averages of integers are rounded towards zero.
         prescale_factor: factor of this rank's tensor. Factors of integers are applied in float64,
@@ -226,7 +226,7 @@ def _started(
     *,
     is_awaited: bool = False,
 ) -> Handle:
-    """Start an in-place reduction; arguments of a repeated, named reduction are not checked."""
+    """Start an in-place reduction; a repeated, named reduction is not checked again."""
     controller = controller_of(process_set)
     if name is not None:  # a step may have thousands of named reductions
         handle = controller.submit_tensor(name, tensor, op, *factors, is_awaited=is_awaited)

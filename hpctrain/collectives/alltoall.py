@@ -38,8 +38,9 @@ def alltoall(
         process_set: the ranks that take part; None for all.
 
     Returns:
-        The rows for this rank, by sender. If ``splits`` was given, also the number of rows from
-            each rank, as a tensor of the dtype of ``splits``; int32 if ``splits`` was a list.
+        The rows that this rank has received, in rank order of the senders. If ``splits`` was
+            given, also the number of rows from each rank, as a tensor with the dtype of
+            ``splits``, or int32 if ``splits`` was a list.
 
     Raises:
         ConfigError: an argument is not valid; the process set is not registered, or this rank is
@@ -63,8 +64,8 @@ def alltoall_async(
     """Start an ``alltoall``; ``tensor`` must not change until the operation is done.
 
     Returns:
-        A handle for ``poll`` and ``synchronize``, which always returns the rows and the received
-            splits.
+        A handle for ``poll`` and ``synchronize``. ``synchronize`` returns the received rows and
+            the number of rows from each rank, also without ``splits``.
 
     Raises:
         DuplicateNameError: an operation of this name is still in flight on this rank.
@@ -100,7 +101,8 @@ def _checked(splits: Tensor | Sequence[int], num_rows: int, size: int) -> list[i
     is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype is torch.bool)
     if not numbers or not is_integer or len(numbers) != size or min(numbers) < 0:
         raise ConfigError(
-            f"splits must be a list or tensor of {size} integers, rows for each rank, got {splits}"
+            f"splits must be a list or tensor of {size} integers of at least 0, the numbers of "
+            f"rows for each rank, got {splits}"
         )
     if sum(numbers) > num_rows:
         raise ConfigError(

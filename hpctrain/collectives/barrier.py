@@ -24,9 +24,9 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     A rank with less data than others calls this function after its last step. The call applies to
     all process sets of this rank. A joined rank still counts as a rank: it contributes zeros to
     sums and averages, and no rows to gathers. If a ``DistributedOptimizer`` over all ranks uses
-    ``set_num_samples``, a joined rank has no samples. Every operation works except a broadcast
-    from a joined rank. Afterwards ranks that joined early have out-of-date weights: broadcast the
-    weights of the returned rank.
+    ``set_num_samples``, a joined rank counts as a rank without samples. Every operation works
+    except a broadcast from a joined rank. After this call, the weights of ranks that joined early
+    are out of date: broadcast the weights of the returned rank.
 
     Args:
         device: device of Horovod's GPU buffers; ignored.

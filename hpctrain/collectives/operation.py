@@ -214,8 +214,8 @@ def compressed(
 class CarriedOut(torch.autograd.Function):
     """Autograd function that executes a request; subclasses define the derivative.
 
-    Derivatives use ``ctx.signature``, the signature of the request, and ``ctx.rows``, the number
-    of rows of each tensor.
+    ``backward`` of a subclass uses ``ctx.signature``, the signature of the request, and
+    ``ctx.rows``, the number of rows of each tensor.
     """
 
     @staticmethod

@@ -90,8 +90,10 @@ def broadcast_optimizer_state(
 
     Collective. The other ranks load the state like a checkpoint of ``root_rank``; this works for
     every optimizer of torch. If ``root_rank`` has no state yet, missing gradients are set to zero
-    on every rank, as in Horovod. Horovod then also calls ``step()``, so that weight decay changes
-    the parameters; this function never calls ``step()``.
+    on every rank, as in Horovod.
+
+    Differs from Horovod: this function never calls ``step()``. Horovod calls ``step()`` after the
+    gradients are set to zero, so that weight decay changes the parameters.
 
     Args:
         optimizer: a torch optimizer or a ``DistributedOptimizer``, with the same parameters in the

@@ -43,8 +43,8 @@ def reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
             any memory format. If the rows cannot be divided evenly, the first ranks get one row
             more.
         name: identifies the tensor on all ranks; without names, ranks match their calls by order.
-        compression: compression of the tensor while it is sent, such as ``Compression.fp16``; None
-            for none.
+        compression: compression of the tensor for sending, such as ``Compression.fp16``; None for
+            no compression.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         process_set: the ranks that take part; None for all.
         prescale_factor: factor of this rank's tensor; see ``allreduce``.

@@ -1,6 +1,6 @@
-"""Sharded data sets: written, read, ordered, staged.
+"""Write and read sharded data sets, order their samples, and copy them to the nodes.
 
-Every name is loaded at its first use.
+Each name of this package is imported at its first use.
 """
 
 from hpctrain.core.lazy import exports

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 from hpctrain.core.checks import CheckedFields, Count, Decay, Number, Positive, require
 
 WORKER_TIMEOUT_S = 300.0
-"""Default time limit of a worker for a batch. It is shorter than the 600 s after which the other
-ranks fail while they wait for the rank of this worker (HPCTRAIN_TIMEOUT)."""
+"""Default time limit of a worker for a batch. It is shorter than HPCTRAIN_TIMEOUT, 600 s by
+default, after which the ranks that wait for the rank of this worker fail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,47 +26,48 @@ class DataConfig(CheckedFields):
     label: str = "y"
     """Field of a batch that the loss compares with the output of the model."""
     order: Literal["auto", "global", "window", "sequential"] = "auto"
-    """Order of the training samples: global, window, sequential, or auto, which chooses by their
-    size."""
+    """Order of the training samples: global, window, sequential, or auto, which chooses one of
+    them by the sizes of the samples and of the data set."""
     transform: str = ""
-    """Function "module:function" that changes a batch (a dict of tensors) after it is read, or a
-    sample with per_sample."""
+    """Function "module:function" that changes a batch (a dict of tensors) after the batch is read;
+    with per_sample, the function changes one sample."""
     test_transform: str = ""
-    """Function for batches of test and validation data; none applies no function; when empty,
-    transform is used."""
+    """Function for batches of test and validation data, or "none" to apply no function; when
+    empty, transform is used."""
     per_sample: bool = False
     """Whether transform and test_transform take one sample at a time."""
     random: bool = False
     """Whether transform takes a numpy.random.Generator, seeded for each sample, as second
     argument; needs per_sample. test_transform gets no generator. With workers = 0, a transform
-    that uses the global generators is an error, because threads would use them in random order."""
+    that uses the global generators is an error, because the order of threads is undefined."""
     workers: Count = 0
-    """Processes on each rank that call transform; 0 calls it in threads."""
+    """Number of processes per rank that call transform; with 0, threads of the rank call it."""
     worker_timeout_s: Positive = WORKER_TIMEOUT_S
-    """Seconds that a worker may take for a batch before all ranks end and print its stack; inf for
-    no limit."""
+    """Seconds that a worker may take for a batch; inf for no limit. After that, all ranks end, and
+    the error contains the stack of the worker."""
     prefetch: Number = 4
     """Number of batches that are read ahead."""
     split: str = ""
     """File written by hpctrain data split --by-label: each rank trains on one or several parts of
-    the training data; when empty, all ranks share all samples."""
+    the training data; when empty, each global batch is divided among the ranks."""
     validation: Decay = 0.0
-    """Fraction of the training samples, chosen by the seed, that is held out for validation: tests
-    during training, test.patience and checkpoint.keep_best use these samples, and the test set is
-    used once, at the end. With 0 they use the validation set of target, or else the test set."""
+    """Fraction of the training samples that is held out for validation; the seed determines these
+    samples. Tests during training, test.patience and checkpoint.keep_best use them, and the test
+    set is used once, at the end. With 0, the validation set of target is used instead, or the test
+    set if target returns no validation set."""
     stage: str = ""
     """Folder on each node to which the training data are copied, or auto; when empty, they are not
     copied."""
     on_corrupt: Literal["raise", "skip"] = "raise"
-    """Damaged samples raise an error (raise), or all ranks skip them (skip)."""
+    """Reaction to damaged samples: raise an error, or skip the samples on all ranks."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
         if self.random:
             require(
                 self.per_sample,
-                "data.random must be false without data.per_sample, because each sample has a "
-                "generator",
+                "data.random must be false without data.per_sample, because a generator belongs "
+                "to one sample",
                 self.random,
                 "set data.per_sample = true too",
             )

@@ -1,4 +1,4 @@
-"""Division of a data set into parts, such as clients, and of the parts among the ranks."""
+"""Divide a data set into parts, such as clients, and assign the parts to ranks."""
 
 import zipfile
 from functools import cached_property
@@ -20,7 +20,7 @@ from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.steps import Division, Steps
 from hpctrain.data.subset import Subset
 
-VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
+VERSION, READER = 1, "1.0"  # version of the format, and the oldest hpctrain that reads it
 
 _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 
@@ -88,8 +88,8 @@ class Split:
             ) from error
         except _DAMAGE as error:
             raise DataError(
-                f"{path} must be an undamaged file of hpctrain data split --by-label, but: "
-                f"{error}; write it again"
+                f"{path} must be an undamaged file of hpctrain data split --by-label, but reading "
+                f"it failed: {error}; write the file again"
             ) from error
 
     def write(self, path: Path | str) -> None:
@@ -108,9 +108,9 @@ class Split:
         return f"{crc32(np.ascontiguousarray(self.parts).tobytes()):08x}"
 
     def parts_of(self, rank: int, size: int) -> range:
-        """Return the consecutive parts of a rank.
+        """Return the parts of a rank, which are consecutive.
 
-        Two ranks differ by at most one in their number of parts. Raises ``DataError``: there are
+        The numbers of parts of two ranks differ by at most one. Raises ``DataError``: there are
         fewer parts than ranks, or ``rank`` is out of range.
         """
         num_parts = self.num_parts
@@ -124,7 +124,7 @@ class Split:
         return range(num_parts * rank // size, num_parts * (rank + 1) // size)
 
     def subset(self, dataset: Samples, rank: int, size: int) -> Subset:
-        """Return the samples of a rank, in the order of the data set.
+        """Return the samples of the rank's parts, in the order of the data set.
 
         Raises ``DataError``: the split belongs to another data set, or there are fewer parts than
         ranks.
@@ -136,26 +136,27 @@ class Split:
         """Raise ``DataError`` if this split belongs to another data set."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
-                f"a split must belong to the data set, but it was written for {self.uuid} with "
-                f"{len(self.parts)} samples and the data set is {dataset.uuid} with "
-                f"{len(dataset)} samples; write a split of this data set with hpctrain data "
-                f"split --by-label"
+                f"a split must belong to the data set, but it was written for data set "
+                f"{self.uuid} with {len(self.parts)} samples, and this data set is "
+                f"{dataset.uuid} with {len(dataset)} samples; write a split of this data set "
+                f"with hpctrain data split --by-label"
             )
 
     @staticmethod
     def holds(own: range, parts: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return whether each element of ``parts`` is in the range ``own``."""
+        """Return, for each element of ``parts``, whether it is in the range ``own``."""
         return (parts >= own.start) & (parts < own.stop)
 
 
 class SplitSteps(Steps):
     """Steps in which each rank reads the samples of its parts, as assigned by a ``Split``.
 
-    Each step has samples of every part in proportion to the size of the part, so all
-    parts end an epoch at the same step. The samples of a step do not depend on the number of
-    ranks.
+    Each step has samples of every part in proportion to the size of the part, so the samples of
+    all parts end at the same step of an epoch. The samples of a step do not depend on the number
+    of ranks.
 
-    ``order`` is the order of the samples in each part; see ``Steps`` for the other arguments.
+    ``order`` is an order of all samples; the samples of each part are read in this order. See
+    ``Steps`` for the other arguments.
     """
 
     def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:

@@ -25,8 +25,8 @@ from hpctrain.runtime.world import current
 T = TypeVar("T", bound="Dataset[Any] | DataLoader[Any]")
 
 _NUMBERS = count(1)
-"""Counter of the calls of ``shard_data``, identical on all ranks. The name of a loader's messages
-contains the count."""
+"""Counter of the loaders that ``shard_data`` returned, identical on all ranks. The name of a
+loader's collective operations contains the count, so that the names of two loaders differ."""
 
 
 class Counts(Protocol):
@@ -48,16 +48,17 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
     ``IterableDataset`` is divided into groups of ``size()`` samples; an incomplete last group is
     omitted.
 
-    If ``data`` is an ``IterableDataset`` or its loader, every rank reads all samples and keeps its
-    part. The data set must yield the same samples in the same order on all ranks. An epoch of such
-    a loader ends on all ranks when the first rank has no batch.
+    If ``data`` is an ``IterableDataset`` or a loader of one, every rank reads all samples and
+    keeps its part. The data set must yield the same samples in the same order on all ranks. An
+    epoch of such a loader ends on all ranks as soon as one rank has no further batch.
 
     Args:
         data: the loader or data set that one process would use.
         optimizer: its ``set_num_samples`` is called for each batch, so that the average of
             gradients is exact if ranks have different numbers of samples. A rank without samples
-            gets a batch with weight 0. Without an optimizer, different numbers of samples are an
-            error. Inside ``torch.no_grad()`` a rank without samples gets no batch.
+            gets one sample of another rank, whose gradients have weight 0. Without an optimizer,
+            different numbers of samples are an error. Inside ``torch.no_grad()``, a rank without
+            samples gets no batch.
 
     Raises:
         MismatchError: on every rank, if ``data`` is already divided, cannot be divided, or differs
@@ -65,7 +66,7 @@ def shard_data(data: T, optimizer: Counts | None = None) -> T:
         ConfigError: the last batch is shorter, but several backward passes are accumulated per
             step.
 
-    Unlike in a run of one process, each rank draws separate random numbers for transforms.
+    Differs from a run of one process: each rank draws its own random numbers for transforms.
     """
     topology = current().topology
     refusal = _refusal(data, optimizer)
@@ -127,8 +128,8 @@ def _refusal(data: object, optimizer: object) -> str | None:
         )
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
-            f"the optimizer of shard_data() must be a DistributedOptimizer, or the result of "
-            f"hvd.LocalSGD() and its like, got {type(optimizer).__name__}; wrap it first, or use "
+            f"the optimizer of shard_data() must be a DistributedOptimizer, or a training method "
+            f"such as hvd.LocalSGD(), got {type(optimizer).__name__}; wrap it first, or use "
             f"shard_data(loader, method) inside `with hvd.LocalSGD(model, optimizer) as method`"
         )
     if isinstance(data, DataLoader):
@@ -196,14 +197,14 @@ class _StreamPart(IterableDataset[Any]):
             yield samples[self._rank]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
+        if name == "dataset":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 BATCHES_PER_MESSAGE, INDICES_PER_MESSAGE = 64, 1 << 20
-"""Limits of one message. Rank 0 broadcasts the order of an epoch in several messages, because the
-order may be endless. The batch that reaches a limit is the last of its message."""
+"""Limits of a message. Rank 0 broadcasts the order of an epoch in several messages, because the
+order may be endless. A message ends with the batch that reaches one of the limits."""
 
 
 class DividedLoader(DataLoader[Any]):
@@ -251,7 +252,7 @@ class _OwnIndices(Sampler[list[Any]]):
     def __init__(self, batches: Any, rank: int, size: int, name: str) -> None:
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
-        """Numbers of samples of this rank and of all ranks, for each batch not yet delivered."""
+        """For each batch not yet delivered: number of samples of this rank, and of all ranks."""
         self.keeps_empty = True  # whether a rank without samples reads a sample of another rank
 
     def __len__(self) -> int:
@@ -262,7 +263,7 @@ class _OwnIndices(Sampler[list[Any]]):
         return self._shares(self.counts, keeps_empty=self.keeps_empty)
 
     def known_sizes(self) -> list[int]:
-        """Return the full batch size and the size of the last batch, 0 if all batches are full.
+        """Return the full batch size and the size of a last, smaller batch, or 0 without one.
 
         Returns an empty list if the sizes are not known.
         """
@@ -369,8 +370,8 @@ class StreamLoader(DividedLoader):
 class _CollateShare:
     """Collate function of this rank's part of a batch.
 
-    Returns the collated part, the numbers of samples of the part and of the batch, and a checksum
-    of the batch, which is empty after the first call.
+    A call returns the collated part, the numbers of samples in the part and in the batch, and a
+    checksum of the batch. From the second call on, the checksum is an empty string.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
@@ -397,14 +398,14 @@ class _Weights:
             self._optimizer.set_num_samples(mine, self._nominal)
 
     def check(self, num_samples: int) -> None:
-        """Raise ``ConfigError`` if a global batch of this size would get a wrong weight."""
+        """Raise ``ConfigError`` if gradients of ``num_samples`` would get a wrong weight."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
                 f"without an optimizer in shard_data() all ranks must have the same number of "
                 f"samples, got a batch of {num_samples} for {self._size} ranks; use "
                 f"shard_data(loader, optimizer), which weights gradients, or drop_last=True and "
-                f"a batch size that is a multiple of the number of ranks; evaluate inside "
-                f"torch.no_grad()"
+                f"a batch size that is a multiple of the number of ranks; to evaluate, iterate "
+                f"inside torch.no_grad()"
             )
         passes = getattr(self._optimizer, "backward_passes_per_step", 1)
         if passes > 1 and num_samples not in (0, self._batch_size or num_samples):
@@ -417,7 +418,8 @@ class _Weights:
 
 
 _MAX_NUMBERS = 1 << 16
-"""Elements of an array that enter its checksum; another split or order changes the first ones."""
+"""Number of elements of an array in its checksum. The first elements suffice, because they differ
+if the ranks have different splits or orders."""
 _MAX_DEPTH = 4
 _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round differently
 
@@ -440,10 +442,10 @@ def identity_of_samples(samples: Iterable[object]) -> str:
 
 
 def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Yield name and checksum of the attributes of a data set that hold numbers. Local.
+    """Yield name and checksum of each attribute of a data set that contains numbers. Local.
 
-    A split or order that was drawn with another seed differs in the indices of a ``Subset``, in
-    labels or in arrays of samples. No sample is read, because it may be augmented randomly.
+    Splits or orders that were drawn with different seeds differ in the indices of a ``Subset``, in
+    labels or in arrays of samples. No sample is read, because samples may be augmented randomly.
     """
     numbers = _numbers(value)
     if numbers is not None:
@@ -480,7 +482,7 @@ def _is_data(value: object) -> bool:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Return an array, tensor or list of integers as an array of numbers; else None."""
+    """Convert an array, tensor or list of integers to an array; None for all other values."""
     if isinstance(value, Tensor):
         is_known = value.dtype in (torch.float32, torch.float64) or not value.is_floating_point()
         is_readable = is_known and value.layout == torch.strided and value.is_cpu

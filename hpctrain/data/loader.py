@@ -44,19 +44,18 @@ _RULES = {
 
 @dataclass(kw_only=True)
 class Loader(Reading):
-    """Loader of the batches of an epoch, which threads or processes read ahead.
+    """Iterable over the batches of an epoch; threads or processes read the batches ahead.
 
     An order maps positions of an epoch to samples. Step ``k`` has the samples at the positions
     ``[k * global_batch, (k + 1) * global_batch)`` for any number of ranks. Each rank gets a part
-    of them, and all ranks run the same number of steps. An error while a batch is read is raised
-    at the step of this batch; with ``comm``, on every rank.
+    of these samples, and all ranks run the same number of steps. An error that occurs while a
+    batch is read is raised at the step of this batch; with ``comm``, on every rank.
 
-    An iteration begins at the current position. After ``load_state_dict`` or an early exit, this
-    is the first batch that was not delivered. After the last batch, it is the start of the next
-    epoch.
+    An iteration begins at the current position: after ``load_state_dict`` or an early exit, at the
+    first batch that was not delivered; after the last batch, at the start of the next epoch.
 
-    ``Division`` documents the arguments that assign samples to ranks, ``Reading`` the arguments
-    for reading.
+    ``Division`` documents the arguments that assign samples to ranks, and ``Reading`` the
+    arguments for reading.
     """
 
     comm: Communicator | None = None
@@ -66,8 +65,8 @@ class Loader(Reading):
     order: OrderName = "auto"
     """``global``: any sample may be at any position. ``window``: whole blocks are read and mixed,
     for small samples of a large data set. ``sequential``: the order on disk. ``auto``: window
-    for a data set of more than 1 GiB that does not fit into one window and whose samples have less
-    than 100 kB, otherwise global."""
+    if the data set has more than 1 GiB and does not fit into one window, and if its samples have
+    less than 100 kB; otherwise global."""
     window: WindowShape | None = None
     """Sizes of a window order; by default ``WindowShape.of`` chooses them."""
     split: Split | Path | str | None = None
@@ -122,7 +121,7 @@ class Loader(Reading):
         self.epoch, self.consumed, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loader, which does not depend on rank or number of ranks."""
+        """Return the position of the loader; identical on all ranks, for any number of ranks."""
         return {
             **stamp(VERSION, READER),
             "uuid": self.dataset.uuid,
@@ -135,9 +134,10 @@ class Loader(Reading):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of a loader, with any number of ranks and any global batch.
+        """Continue from the position in ``state``.
 
-        The state sets seed and order.
+        The state may be from a loader with another number of ranks or another global batch. Seed
+        and order are set to the values in ``state``.
 
         Args:
             state: result of ``state_dict``, identical on every rank.
@@ -171,9 +171,9 @@ class Loader(Reading):
         found = state.get("split")
         _require(
             found == self._split_checksum,
-            f"a loader must continue with the split of its state, but its split has the "
-            f"checksum {self._split_checksum} and the state has {found}; pass the same split, "
-            f"or start without the state",
+            f"a loader must continue with the split of its state, but the split of this loader "
+            f"has the checksum {self._split_checksum} and the split of the state has {found}; "
+            f"pass the same split, or start without the state",
         )
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
         self._ordering, self._skipped, self._pass = ordering, skipped, None
@@ -212,9 +212,9 @@ class Loader(Reading):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch of the last batch, and number of samples that precede this batch in the epoch.
+        """Epoch of the last delivered batch, and number of samples before this batch in the epoch.
 
-        The number is over all ranks.
+        The samples of all ranks are counted.
         """
         return self.epoch, self.consumed - self.step_samples
 
@@ -288,10 +288,12 @@ class Loader(Reading):
             yield error
 
     def _skip_damaged(self, errors: dict[int, Exception]) -> bool:
-        """Skip and log the damaged samples that ``errors`` name; return False without errors.
+        """Skip and log the samples that ``errors`` report as damaged.
 
-        Raises the error of the lowest rank if ``on_corrupt`` is ``raise``, if an error is not
-        damage, or if all damaged samples are skipped already.
+        Returns False if ``errors`` is empty, otherwise True.
+
+        Raises the error of the lowest rank if ``on_corrupt`` is ``raise``, if an error is not a
+        ``CorruptError``, or if all damaged samples are skipped already.
         """
         if not errors:
             return False
@@ -316,7 +318,7 @@ def _require(is_kept: object, rule: str) -> None:
 
 
 def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
-    """Return the errors of one step by rank; empty if no rank has an error.
+    """Return the error of each rank that failed in this step, by rank; empty if none failed.
 
     Collective over ``comm``, if given.
     """

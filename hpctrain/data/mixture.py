@@ -1,4 +1,4 @@
-"""Several data sets in fixed proportions."""
+"""``Mixture``, a sequence of samples from several data sets in fixed proportions."""
 
 import hashlib
 import heapq
@@ -28,16 +28,16 @@ rule gives other samples."""
 class Mixture:
     """Endless sequence of samples from several shuffled data sets in fixed proportions.
 
-    In the first ``n`` samples, the number of samples of a source differs from its share by less
-    than one; in any range, by less than two. Each source has separate epochs, in which every
-    sample occurs once. An epoch of the mixture has ``len(mixture)`` samples, and the next epoch
-    continues the sequence. The sample at a position is computed from the position in constant
-    memory.
+    Among the first ``n`` samples, the number of samples from a data set differs from its share of
+    ``n`` by less than one; in any range of ``n`` samples, by less than two. Each data set has
+    separate epochs, in which every sample occurs once. An epoch of the mixture has
+    ``len(mixture)`` samples, and the next epoch continues the sequence. The order is not stored:
+    the sample at a position is computed from the position.
 
     Args:
         weights: share of each data set in the samples; only their proportions count.
         length: samples of an epoch; by default the number of samples of all data sets together.
-        seed: seed of the orders of the data sets.
+        seed: seed of the order in which each data set is read.
 
     Raises:
         DataError: weights or length are invalid, or the fields of the data sets differ.
@@ -92,7 +92,7 @@ class Mixture:
         """Gather samples; indices start at 0 and have no upper limit.
 
         Raises:
-            CorruptError: a sample of a source is damaged; the error has an index of the mixture.
+            CorruptError: a sample is damaged; the error has its index in the mixture.
         """
         wanted = np.asarray(indices, np.int64)
         parts: list[Columns] = []
@@ -111,18 +111,21 @@ class Mixture:
         return {name: _gathered([part[name] for part in parts], back) for name in self.fields}
 
     def will_need(self, indices: Indices) -> None:
-        """Start to read samples of each source into memory."""
+        """Start to read samples into memory, and return immediately."""
         for source, samples, _ in self._parts(np.asarray(indices, np.int64)):
             source.will_need(samples)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Return for each index its source, from 0, and the samples of this source before it."""
+        """Return, for each index, its source and the number of earlier samples of that source.
+
+        A source is given by its index, from 0.
+        """
         periods, inside = np.divmod(indices, PERIOD)
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]
 
     def file_of(self, index: int) -> str | None:
-        """Return the file that holds a sample."""
+        """Return the path of the file that holds a sample; None for data without files."""
         ((source, samples, _),) = self._parts(np.array([index]))
         return file_of(source, int(samples[0]))
 
@@ -136,7 +139,8 @@ class Mixture:
             samples = np.empty_like(positions)
             for epoch in np.unique(epochs).tolist():
                 here = epochs == epoch
-                # Two sources of equal size must have different orders.
+                # The order depends on ``number``, so that sources of equal size have different
+                # orders.
                 order = _order(len(source), self._seed, epoch * len(self.sources) + number)
                 samples[here] = order.samples_at(positions[here])
             yield source, samples, places
@@ -185,11 +189,11 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
 
 @lru_cache(maxsize=16)
 def _pattern(counts: tuple[int, ...]) -> Indices:
-    """Return the source of each sample of a period.
+    """Return, for each position of a period, the index of the source.
 
-    With ``total`` the sum of ``counts``, sample k of a source with count c must have a position
+    Let ``total`` be the sum of ``counts``. Sample k of a source with count c must have a position
     between k * total / c and (k + 1) * total / c. At each position, the candidates are the samples
-    whose interval has begun, and the one whose interval ends first is chosen (earliest deadline
+    whose interval has begun. The candidate whose interval ends first is chosen (earliest deadline
     first). Then every sample is within its interval.
 
     Source: Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress".
@@ -213,7 +217,7 @@ def _pattern(counts: tuple[int, ...]) -> Indices:
 
 
 def _gathered(parts: list[Values], back: Indices) -> Values:
-    """Join the samples of all parts, and return them in the order ``back``."""
+    """Concatenate ``parts``, and return the samples at the indices ``back`` of the result."""
     if len(parts) == 1:
         return parts[0]  # its places are already in order
     ragged = [part for part in parts if isinstance(part, Ragged)]

@@ -1,4 +1,4 @@
-"""A folder of one node that exists while a process of the job holds its lock."""
+"""Folder on a node that exists as long as a process of the job holds a lock on it."""
 
 import fcntl
 import os
@@ -24,7 +24,7 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """Magic numbers of tmpfs and ramfs, as in statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
 """Magic numbers of file systems on a disk: ext2-4, xfs, btrfs, f2fs, zfs and overlayfs."""
-_FREE_SHARE = 0.95  # usable fraction of the free space of a disk, or of a folder of the user
+_FREE_SHARE = 0.95  # usable fraction of the free space of a disk, or of the user's folder
 _MEMORY_SHARE = 0.5  # usable fraction of the free memory, because the ranks need memory too
 
 
@@ -36,13 +36,13 @@ class Site(NamedTuple):
 
 
 def sites(to: Path | str, source: Path) -> list[Site]:
-    """Return the folders of this node that can store copies of data, best first.
+    """Return the folders of this node that can store copies of data, in order of preference.
 
-    The first folder is ``to``, or HPCTRAIN_STAGE_DIR if ``to`` is ``auto``; it is created if
-    missing. With ``auto``, the job's folders for temporary files follow, then a folder in the
-    memory of the node. Of these, a folder is omitted if it is not on a disk or in the memory of
-    this node, or if it is on the file system of ``source``. Raises ``OSError``: the first folder
-    cannot be created.
+    If ``to`` is a path, only this folder is returned. If ``to`` is ``auto``, the folders are
+    HPCTRAIN_STAGE_DIR if set, the job's folders for temporary files, and a folder in the memory of
+    the node. Folders of the last two kinds are omitted if they are not on a disk or in the memory
+    of this node, or if they are on the file system of ``source``. ``to`` or HPCTRAIN_STAGE_DIR is
+    created if missing. Raises ``OSError``: the folder cannot be created.
     """
     found = []
     chosen = Settings.from_env().stage_dir if to == "auto" else absolute(to)
@@ -111,9 +111,9 @@ class NodeFolder:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove and return the folders of this user whose processes have all ended.
+    """Remove this user's folders in ``parent`` whose processes have all ended.
 
-    Several processes may call this concurrently.
+    Returns the removed folders. Several processes may call this concurrently.
     """
     removed = []
     with suppress(OSError):
@@ -121,7 +121,8 @@ def sweep(parent: Path) -> list[Path]:
             with suppress(OSError):
                 if path.stat().st_uid != os.getuid():
                     continue
-                # A folder without a lock file belongs to others; a held lock means it is in use.
+                # Skips a folder without a lock file, which another program made, and a folder in
+                # use, whose lock is held.
                 with (path / LOCK).open("r+b") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)

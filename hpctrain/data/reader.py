@@ -1,4 +1,4 @@
-"""Reader of a data set on disk, which gathers samples by index into one tensor per field."""
+"""``ShardedDataset``, which reads samples from disk by index, into one tensor per field."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,9 +40,10 @@ class ShardedDataset(Indexable):
         path: directory with ``manifest.json``.
         verify: when to check the crc32 of a block: at its first read, always, or never.
         io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
-            if two copies fit into free memory. A mapped page that the disk cannot read ends the
-            process; this is rare, as blocks are read and checked before.
-        manifest: manifest of this directory, if it was read and checked before.
+            if two copies fit into free memory. If the disk cannot read a mapped page, the system
+            kills the process; this is rare, because blocks are read and checked before.
+        manifest: manifest of this directory, if the caller has read it; then the constructor does
+            not check the files of the shards.
 
     Raises:
         DataError: the data set is missing, damaged or incomplete.
@@ -112,7 +113,7 @@ class ShardedDataset(Indexable):
 
     @property
     def sample_bytes(self) -> float:
-        """Mean bytes of a sample, over all fields."""
+        """Mean size of a sample in bytes, all fields together."""
         return self.manifest.sample_bytes
 
     @property
@@ -140,7 +141,7 @@ class ShardedDataset(Indexable):
             ragged field. The caller may change the values.
 
         Raises:
-            CorruptError: samples cannot be read; the error has their range.
+            CorruptError: samples cannot be read; the error has the range of their indices.
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
@@ -185,7 +186,7 @@ class ShardedDataset(Indexable):
 
     def _in_range(self, indices: ArrayLike) -> Array:
         wanted = np.asarray(indices, np.int64)
-        # Negative indices are too large as unsigned numbers.
+        # As unsigned numbers, negative indices are larger than every valid index.
         if wanted.size and wanted.view(np.uint64).max() >= self._num_samples:
             raise DataError(
                 f"indices must be in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
@@ -199,7 +200,7 @@ class ShardedDataset(Indexable):
                 # In a forked process, HDF5 handles must not be used or closed, because another
                 # thread may have held a lock of HDF5 during the fork.
                 self._inherited.append(own)
-            # A bound method would keep this object and its open files alive.
+            # A bound method would form a cycle that keeps this object and its open files alive.
             open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
@@ -214,13 +215,13 @@ class ShardRows(NamedTuple):
 
     shard: OpenShard
     rows: Array  # indices of the samples in the shard
-    places: Array | None  # indices in the batch; None if they are the whole batch
+    places: Array | None  # indices in the batch; None if the rows are the whole batch
 
 
 def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:
     """Yield ``(shard, rows, places)`` for each shard that has some of the samples.
 
-    ``starts`` are the first samples of all shards, then the end of the last shard.
+    ``starts`` has the index of the first sample of each shard, and then the number of samples.
     """
     if len(starts) == 2:
         yield 0, wanted, None

@@ -28,16 +28,16 @@ class Reading(Division):
 
     dataset: Samples = field(kw_only=False)  # identical on every rank
     transform: Transform | None = None
-    """Function applied to each batch after it is read. ``PerSample`` converts a function of one
-    sample, which can take a random generator. A transform that runs in threads must not draw from
-    the global generators."""
+    """Function applied to each batch after the batch is read. To transform single samples, or to
+    get a random generator for each sample, pass a ``PerSample``. A transform that runs in threads
+    must not draw from the global generators."""
     threads: int = 4  # number of steps that are read concurrently
     prefetch: int = 4  # batches read ahead; with ``workers``, at least two per worker
     workers: int = 0  # processes that read and transform, for transforms that hold the GIL
     worker_timeout_s: float = WORKER_TIMEOUT_S
-    """Time limit of a worker for a batch; ``inf`` for no limit. A worker that exceeds it is ended,
-    and the error names its current samples. Choose less than ``HPCTRAIN_TIMEOUT``, after which
-    the other ranks fail."""
+    """Time limit of a worker for a batch; ``inf`` for no limit. A worker that exceeds the limit is
+    ended, and the error names the samples of its batch. Choose a limit below ``HPCTRAIN_TIMEOUT``,
+    after which the other ranks fail."""
     pin_memory: bool = False  # whether batches are in pinned memory, which a GPU copies faster
     ragged: Literal["packed", "padded"] = "packed"
     """Form of ragged fields: ``packed`` gives a ``Ragged``, ``padded`` a tensor padded with zeros
@@ -54,9 +54,10 @@ class Reading(Division):
     def reading(
         self, steps: Steps, skipped: Skipped, epoch: int, seed: int
     ) -> AbstractContextManager[Iterator[Batch | Exception]]:
-        """Return a context manager of an iterator over the batches of ``steps``, read ahead.
+        """Return a context manager that yields an iterator over the batches of ``steps``.
 
-        An item of the iterator is a batch, or the error that occurred while it was read.
+        The batches are read ahead. An item of the iterator is a batch, or the error that occurred
+        while the batch was read.
         """
         if self.workers and self._pool is None:
             self._pool = imported("hpctrain.data.workers.pool:DecodePool")(
@@ -77,7 +78,7 @@ class Reading(Division):
         def read(number: int) -> Batch | Exception:
             try:
                 if not in_memory:
-                    with suppress(Exception):  # ``take`` raises it at the step that cannot be read
+                    with suppress(Exception):  # ``take`` will raise an error that persists
                         if (soon := steps.soon(number)).size:
                             self.dataset.will_need(soon)
                 indices = skipped.without(steps.samples(number))
@@ -120,9 +121,9 @@ def prefetched(
 ) -> Iterator[Iterator[T]]:
     """Yield an iterator over ``work(number)``, in order, computed at most ``depth`` items ahead.
 
-    With ``depth`` 0 the caller's thread does the work. At the end of the block, also after an
+    With ``depth`` 0 the caller's thread calls ``work``. At the end of the block, also after an
     exception, calls that have started are completed, all other calls are cancelled, and all
-    threads end. If the garbage collector ends the block, it does not wait for the threads.
+    threads end. If the garbage collector ends the block, the threads are not awaited.
     """
     if not depth:
         yield map(work, numbers)

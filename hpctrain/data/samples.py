@@ -61,8 +61,8 @@ class Ragged:
         length = longest if length is None else length
         if longest > length:
             raise DataError(
-                f"samples must not be longer than {length}, but one has {longest}; pad to that "
-                f"length, or cut the samples first"
+                f"samples must not be longer than {length}, but one has {longest} rows; use "
+                f"length={longest}, or cut the samples first"
             )
         shape = (len(self), length, *self.values.shape[1:])
         rows = self.values.new_full(shape, fill)
@@ -84,12 +84,12 @@ class Ragged:
 
 
 Values = Tensor | Ragged
-"""The samples of a field in a batch: ``(num_samples, *shape)``, or of different lengths."""
+"""The samples of a field in a batch: a tensor ``(num_samples, *shape)``, or a ``Ragged``."""
 
 
 Indices = NDArray[np.int64]
 Columns = dict[str, Values]
-"""Samples by field: a tensor whose first dimension counts them, or ``Ragged``."""
+"""Samples by field name."""
 
 
 class Samples(Protocol):
@@ -109,7 +109,7 @@ class Samples(Protocol):
 
     @property
     def sample_bytes(self) -> float:
-        """Mean bytes of a sample, over all fields."""
+        """Mean size of a sample in bytes, all fields together."""
 
     @property
     def in_memory(self) -> bool:
@@ -130,21 +130,27 @@ class Samples(Protocol):
 
 
 def file_of(samples: Samples, index: int) -> str | None:
-    """Return the file that holds a sample; None for data without files."""
+    """Return the path of the file that holds a sample; None for data without files."""
     tell = getattr(samples, "file_of", None)
     return None if tell is None else tell(index)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One rank's part of a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
+    """One rank's part of a global batch.
+
+    Read the fields with ``x, y = batch``, ``batch.x`` or ``batch["x"]``.
+    """
 
     fields: Mapping[str, Values]
     """Values by name, in the order of the data set or of the result of the transform."""
     num_samples: int  # number of samples of this rank; may be 0 in the short batch of an epoch
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on a device; with pinned memory ``non_blocking`` does not wait."""
+        """Return the batch on a device.
+
+        With ``non_blocking`` and pinned memory, the call does not wait for the copy.
+        """
         moved = {
             name: values.to(device, non_blocking=non_blocking)
             for name, values in self.fields.items()
@@ -167,7 +173,7 @@ class Batch:
 
 
 class Indexable:
-    """Base class that implements ``dataset[index]`` with ``take``, one read per sample."""
+    """Base class of data sets that implements indexing; ``dataset[index]`` reads one sample."""
 
     take: Callable[..., Columns]
     __len__: Callable[..., int]
@@ -185,7 +191,7 @@ class Indexable:
 
 
 class Picked(Sequence[dict[str, Tensor]]):
-    """Sequence of the samples of a batch, each a view of its tensors."""
+    """Sequence of the samples of a batch; a sample consists of views of the batch's tensors."""
 
     def __init__(self, fields: Mapping[str, Values], num_samples: int) -> None:
         self.fields = fields
@@ -202,10 +208,10 @@ class Picked(Sequence[dict[str, Tensor]]):
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return a batch from ``__getitems__`` unchanged, as in ``DataLoader(collate_fn=collate)``.
+    """Return the tensors of a batch without copying them, for ``DataLoader(collate_fn=collate)``.
 
     Args:
-        samples: samples from ``ShardedDataset.__getitems__``; all other samples are passed to
+        samples: batch from ``ShardedDataset.__getitems__``; all other samples are passed to
             ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))

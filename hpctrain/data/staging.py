@@ -25,7 +25,7 @@ from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.tools.rank_work import in_turns
 
-FIRST_S, EVERY_S = 10.0, 30.0  # time of the first report of a copy, and between further ones
+FIRST_S, EVERY_S = 10.0, 30.0  # seconds before the first progress report, and between reports
 
 _PIECE_BYTES = 8 * MIB
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -44,10 +44,10 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     Args:
         dataset: the same on every rank.
         node: the ranks of one node.
-        to: a folder, created if missing. The default, ``auto``, chooses from
-            ``HPCTRAIN_STAGE_DIR``, the job's folders for temporary files on a disk of the node,
-            and the node's memory: the folder with room for the most bytes of the data set; of
-            equal folders, the first. At most half of the free memory is used.
+        to: a folder, created if missing. The default, ``auto``, considers
+            ``HPCTRAIN_STAGE_DIR``, the job's folders for temporary files, and the node's memory.
+            It chooses the folder with room for the most bytes of the data set, or the first of
+            several such folders. At most half of the free memory is used.
 
     Returns:
         The data set, which reads from the copy; ``dataset`` itself if nothing was copied.
@@ -92,7 +92,7 @@ class StagedOpener:
     directory: Path  # directory of the copy
     present: frozenset[int]  # indices of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
-    """Lock that keeps the copy; None after unpickling in another process."""
+    """Lock that protects the copy from removal; None after unpickling in another process."""
 
     def __call__(
         self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
@@ -102,7 +102,7 @@ class StagedOpener:
             try:
                 return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
             except CorruptError as error:
-                logger.warning("%s; from now on this rank reads it from %s", error, directory)
+                logger.warning("%s; this rank reads the shard from %s instead", error, directory)
         return OpenShard(directory, manifest, index, io=io, chunks=chunks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class StagedOpener:
 
 
 class _Copies:
-    """Copier of the shards that one rank has to copy."""
+    """The shards that this rank copies; ``add`` copies one shard."""
 
     def __init__(
         self, dataset: ShardedDataset, target: Path, left: list[int], *, logs_progress: bool
@@ -119,7 +119,7 @@ class _Copies:
         self._next_s = time.monotonic() + FIRST_S
         self.left = left  # indices of the shards to copy
         self.present: list[int] = []  # indices of the shards that were copied completely
-        self.full = ""  # error of the system after the storage became full; empty before
+        self.full = ""  # text of the system error if the storage is full; otherwise empty
 
     def add(self, index: int) -> None:
         """Copy a shard, unless the storage is full."""
@@ -136,7 +136,7 @@ class _Copies:
             if error.errno not in _FULL:
                 raise DataError(
                     f"cannot write {part}: {reason_of(error)}; check the storage of this "
-                    f"node, or do not copy the data set: stage=None"
+                    f"node, or omit data.stage or the call of stage() to read the original"
                 ) from error
             self.full = reason_of(error)
             return
@@ -182,7 +182,10 @@ def _explained(dataset: ShardedDataset) -> Iterator[None]:
 
 
 def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None, list[int]]:
-    """Create a folder where most of the data set fits; return it and the shards that fit."""
+    """Create a folder where most of the data set fits.
+
+    Returns the folder and the indices of the shards that fit, or ``(None, [])`` if none fits.
+    """
     found = sites(to, dataset.path)
     for site in found:
         for left_over in sweep(site.folder):

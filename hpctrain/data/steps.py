@@ -1,4 +1,4 @@
-"""Indices of the samples that a rank reads in each step of an epoch, and that it reads ahead."""
+"""Indices of the samples that a rank reads, and reads ahead, in each step of an epoch."""
 
 import threading
 from bisect import bisect_left
@@ -27,7 +27,7 @@ CACHED_BYTES = GIB  # a data set up to this size stays in memory after it was re
 
 PLANNED = 65536
 """Number of positions that are converted to samples in one call, to amortize its overhead."""
-AHEAD = 8  # steps between the request of samples and their read
+AHEAD = 8  # the read of samples starts this number of steps before they are used
 _NUM_PLANS = 32
 
 
@@ -36,7 +36,7 @@ class Ordering:
     """Kind of sample order; ``order`` returns the order of an epoch, identical on all ranks."""
 
     name: Literal["global", "window", "sequential"]
-    shape: WindowShape | None = None  # only of a window order
+    shape: WindowShape | None = None  # sizes of a window order; None for other orders
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
@@ -60,7 +60,11 @@ class Ordering:
     def choose(
         cls, name: OrderName, dataset: Samples, global_batch: int, shape: WindowShape | None
     ) -> Self:
-        """Choose an ordering from the sizes of samples and data set, not from the machine."""
+        """Return the ordering ``name``; ``auto`` depends on the sizes of samples and data set.
+
+        The choice does not depend on the machine. Raises ``DataError``: the arguments do not fit
+        together.
+        """
         if name not in ("auto", "global", "window", "sequential"):
             raise DataError(f"order must be auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):
@@ -113,7 +117,7 @@ class Skipped:
         return place > 0 and stop <= self.ranges[place - 1][1]
 
     def holds(self, indices: Indices) -> NDArray[np.bool_]:
-        """Return for each index whether it is skipped."""
+        """Return, for each index, whether the sample is skipped."""
         # Each bound at an even index starts a range, and the next bound ends it.
         inside: NDArray[np.bool_] = np.searchsorted(self._bounds, indices, side="right") % 2 == 1
         return inside
@@ -128,11 +132,11 @@ class Division:
     """Rules that divide an epoch into steps, and each global batch among the ranks."""
 
     global_batch: int  # samples per step, over all ranks
-    rank: int = 0  # rank of this process; with ``comm``, its rank
-    size: int = 1  # number of ranks; with ``comm``, its size
+    rank: int = 0  # rank of this process; a loader with ``comm`` sets ``comm.rank``
+    size: int = 1  # number of ranks; a loader with ``comm`` sets ``comm.size``
     micro_shards: int | None = None
-    """Number of parts of a global batch, at least the number of ranks. Each rank gets consecutive
-    parts, which do not depend on the number of ranks. None means one part per rank."""
+    """Number of parts of a global batch, at least the number of ranks. The parts do not depend on
+    the number of ranks, and each rank gets consecutive parts. None means one part per rank."""
     tail: Literal["short", "drop"] = "short"
     """``short``: the last samples of an epoch form a smaller batch; ``drop``: they are omitted."""
 
@@ -144,7 +148,7 @@ class Division:
     def share(self, total: int) -> slice:
         """Return the slice of this rank in a global batch of ``total`` samples.
 
-        A rank has consecutive parts. Two ranks differ by at most one in their number of parts.
+        A rank has consecutive parts. The numbers of parts of two ranks differ by at most one.
         """
         of_all = self.num_parts
         begin, end = (of_all * rank // self.size for rank in (self.rank, self.rank + 1))
@@ -159,8 +163,9 @@ class Division:
 class Steps:
     """Sample indices of one rank in each step of an epoch. Thread-safe.
 
-    The samples of a global batch do not depend on the number of ranks. If the order has lanes,
-    samples are sorted by lane before each rank gets a contiguous part, so a rank reads few lanes.
+    The samples of a global batch do not depend on the number of ranks. In a ``WindowOrder``, the
+    samples of a batch are sorted by lane before each rank gets a contiguous part, so that a rank
+    reads few lanes.
 
     ``positions`` is a range of positions up to the end of an epoch.
     """
@@ -182,7 +187,7 @@ class Steps:
             return self._planned(group)[place]
 
     def soon(self, number: int) -> Indices:
-        """Return the indices of samples of later steps; their read starts before ``number``."""
+        """Return the indices of the samples whose read must start before step ``number``."""
         later = number + AHEAD
         steps = range(1 if number == 0 else later, min(later + 1, len(self)))
         return np.concatenate([np.empty(0, np.int64), *map(self.samples, steps)])

@@ -18,8 +18,8 @@ class Subset(Indexable):
 
     Args:
         dataset: data set that contains the samples.
-        indices: indices of the samples; an ascending range needs no memory, all other values need
-            8 bytes per index.
+        indices: indices of the samples. An ascending ``range`` is not stored; other indices need
+            8 bytes each.
 
     Raises:
         DataError: ``indices`` is empty, out of range or not of integers.
@@ -82,11 +82,11 @@ class Subset(Indexable):
             raise self._own(error, int(wanted[np.argmax(bad)])) from error
 
     def will_need(self, indices: Indices) -> None:
-        """Start to read samples into memory."""
+        """Start to read samples into memory, and return immediately."""
         self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
 
     def file_of(self, index: int) -> str | None:
-        """Return the file that holds a sample."""
+        """Return the path of the file that holds a sample; None for data without files."""
         return file_of(self.dataset, int(self._chosen(np.array([index]))[0]))
 
     def _chosen(self, wanted: Indices) -> Indices:

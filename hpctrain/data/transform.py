@@ -33,8 +33,8 @@ class PerSample:
 
     function: Callable[..., Mapping[str, Any]]
     """Function from a sample, a dict of tensors by field, to another sample. With ``random``, its
-    second argument is a ``numpy.random.Generator``. Only seed, epoch and index of the sample seed
-    the generator, so the result does not depend on the number of ranks or on interruptions."""
+    second argument is a ``numpy.random.Generator``, seeded only by seed, epoch and index of the
+    sample. So the result does not depend on the number of ranks or on interruptions."""
     _: KW_ONLY
     random: bool = False  # whether the function takes a generator
 
@@ -81,7 +81,7 @@ class PerSample:
 def apply(
     transform: Transform | None, columns: Columns, indices: Indices, epoch: int, seed: int
 ) -> dict[str, Values]:
-    """Return the transformed batch of the samples ``indices``; unchanged without a transform."""
+    """Apply a transform, or None, to ``columns``, the samples at ``indices``."""
     if transform is None:
         return columns
     if isinstance(transform, PerSample):
@@ -164,8 +164,9 @@ class ThreadDraws:
 
     Runs with such a transform are not reproducible, because the order of the draws depends on the
     timing of the threads. Training uses the same generators, but not while the main thread waits
-    for a batch. So a generator that changes during this wait was used by a transform. Transforms
-    are checked only during such waits, which include the first batch of an epoch.
+    for a batch. So a generator that changes during such a wait was used by a transform. Only
+    transforms that run during a wait are checked; the main thread always waits for the first batch
+    of an epoch.
     """
 
     def __init__(self) -> None:

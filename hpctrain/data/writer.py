@@ -50,10 +50,10 @@ def write_arrays(
 
     Args:
         directory: created if missing; a data set in it is replaced atomically at the end.
-        arrays: one array per field, or a ``Ragged``, all of the same length.
+        arrays: for each field an array or a ``Ragged``, all with the same number of samples.
         samples_per_shard: samples of each file except the last; 256 MiB to 2 GiB per file
             are a good size.
-        split: name of this part of the data, such as ``train``; one per directory.
+        split: name of this part of the data, such as ``train``; a directory holds one split.
         block_size: samples per crc32.
         compression: compression of every field: None or ``zstd``.
 
@@ -90,9 +90,9 @@ class ShardWriter:
     Construction is collective over ``comm``.
 
     Args:
-        directory: created if missing; with ``comm``, on a file system of all ranks.
-        fields: shape and dtype by name, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
-        samples_per_shard: samples of each file but the last of a rank.
+        directory: created if missing; with ``comm``, on a file system that all ranks share.
+        fields: for each name, shape and dtype, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
+        samples_per_shard: samples of each file, except the last file of each rank.
         split: name of this part of the data, such as ``train``.
         block_size: samples per crc32.
         compression: default compression of the fields: None or ``zstd``.
@@ -112,7 +112,7 @@ class ShardWriter:
     """
 
     manifest: Manifest
-    """Manifest with the shards of this rank; with the shards of all ranks after the block."""
+    """Manifest with the finished shards of this rank; after the block, of all ranks."""
 
     def __init__(  # noqa: PLR0913 - all arguments are keywords
         self,
@@ -249,7 +249,7 @@ class ShardWriter:
             mine.append(self._journal.path.name)
         kept = {name for some in self._comm.allgather_object(mine) for name in some}
         if self._comm.rank == 0:
-            # Shards without a manifest may be the rest of a damaged data set, so keep them.
+            # None as manifest keeps finished shards, which may be the rest of a damaged data set.
             sweep(self._directory, None, kept)
         self._comm.barrier()
 
@@ -281,7 +281,8 @@ class ShardWriter:
         if self._publication.named:
             return
         draft = self.manifest
-        # Without a journal every rank has ended its block or is lost, so no rank writes.
+        # Without a journal, remove the files of all ranks: no rank writes any more, because every
+        # rank has ended its block or is lost.
         mine = f"r{self._comm.rank:05d}-" if self._journal else ""
         kept = {shard.file for shard in draft.shards} if self._journal else set()
         for path in self._directory.glob(f"{draft.split}-{draft.uuid[:8]}-{mine}*"):

@@ -1,4 +1,4 @@
-"""Exchange of ``DistributedOptimizer(op=Adasum)``: combines optimizer steps, not gradients."""
+"""``AdasumStep``, which combines the optimizer steps of all ranks for ``op=Adasum``."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +20,8 @@ from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_counter import StepCounter
 from hpctrain.gradients.step_header import GradientFacts, StepAgreement, StepMessage
 
-_STEPPED = "_hpctrain_stepped"  # attribute of a gradient: ``writes_of`` when a step last used it
+_STEPPED = "_hpctrain_stepped"
+"""Attribute of a gradient: its ``writes_of`` when a step last used the gradient."""
 
 
 class AdasumStep(OptimizerExchange):
@@ -78,26 +79,26 @@ class AdasumStep(OptimizerExchange):
         )
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError``, since ``step()`` must combine the ranks."""
+        """Raise ``ConfigError``, since ``step()`` must combine the steps of all ranks."""
         raise ConfigError(
             "skip_synchronize() must not be used with op=Adasum, which combines the ranks inside "
             "step(); leave skip_synchronize() out"
         )
 
     def new_step(self) -> None:
-        """Count gradients that are cleared before a step has used them. Not collective."""
+        """Record whether gradients are cleared that no step has used. Not collective."""
         if self._before:  # inside a step, a closure may clear gradients any number of times
             return
         self._num_forgotten += _has_new(_gradients(self._parameters()))
 
     def start_again(self) -> None:
-        """Reset the step; called when a state is loaded. Not collective."""
+        """Discard the state of the current step; called before a state is loaded. Local."""
         self._steps.number = None
         self._before, self._num_forgotten = [], 0
 
     @torch.no_grad()
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Save the parameters before this rank's own step. Collective.
+        """Compare the ranks, and save the parameters before the step of this rank. Collective.
 
         A rank whose ``GradScaler`` has found an overflow contributes no change. With ``closure``,
         the optimizer computes the gradients inside ``step()``.
@@ -139,7 +140,7 @@ class AdasumStep(OptimizerExchange):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Replace the changes of parameters by the combined changes of all ranks. Collective."""
+        """Replace this rank's changes of parameters by the combined changes. Collective."""
         start = time.perf_counter()
         changes = [self._compressor.compress(p - before) for p, before in self._before]
         combined = [change.cpu() for change, _ in changes]

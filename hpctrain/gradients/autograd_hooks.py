@@ -53,9 +53,9 @@ class ParameterHooks:
         self._ready = _Hook(owner, on_ready, None)
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
-        """Maps the ``id`` of a parameter to ``identity_of`` when it was hooked.
+        """Maps the ``id`` of a parameter to its ``identity_of`` when the parameter was hooked.
 
-        A conversion of the parameter changes ``identity_of``.
+        A conversion of the parameter changes its ``identity_of``.
         """
         weakref.finalize(owner, _remove, self._handles)
 
@@ -122,9 +122,9 @@ def _can_have_gradient(parameter: Tensor) -> bool:
 
 
 class BackwardPass:
-    """State of the current backward pass, with the backward passes that are nested in it.
+    """State of the current backward pass, including the backward passes nested in it.
 
-    The object also records how often hooks have fired in earlier backward passes.
+    The object also records how often the hooks have fired in earlier backward passes.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class BackwardPass:
 
     def forget(self) -> None:
         """Reset the state for another backward pass."""
-        self.tasks: set[int] = set()  # graph tasks of autograd
+        self.tasks: set[int] = set()  # ids of the graph tasks of autograd
         self.has_outer_end = False  # whether the outermost backward reports its end
         self.takes_early = False  # whether gradients are final when their hook fires
         self.num_fires = 0  # number of calls of hooks
@@ -144,7 +144,7 @@ class BackwardPass:
         self._nested_fires = -1
 
     def enter(self, task: int, on_end: Callable[[], None], *, is_outermost: bool) -> None:
-        """Register a graph task of autograd, at whose end ``on_end`` is called."""
+        """Register a graph task of autograd; ``on_end`` is called when the task ends."""
         self.tasks.add(task)
         self.has_outer_end |= is_outermost
         call_after_backward(on_end)
@@ -153,9 +153,9 @@ class BackwardPass:
         """Return whether the end of a nested backward is also the end of the outer backward.
 
         Reentrant activation checkpoints run backward passes inside a backward pass. If no hook has
-        fired in the outer backward, its end is detected by counting: either all hooks have fired,
-        or as many hooks as in an earlier backward of this kind. If neither holds, ``step()``
-        reduces the gradients.
+        fired in the outer backward itself, its end is detected by counting the hooks that have
+        fired in nested passes: either all hooks, or as many as in an earlier backward of this
+        kind. If neither holds, ``step()`` reduces the gradients.
         """
         if self.has_outer_end:
             return False

@@ -1,4 +1,4 @@
-"""Exchange of a ``DistributedOptimizer`` that averages (or sums) gradients."""
+"""``AveragedGradients``, which averages or sums gradients for a ``DistributedOptimizer``."""
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
@@ -25,7 +25,7 @@ class AveragedGradients(Reducer, OptimizerExchange):
     def __init__(self, reduction: Reduction, parameters: ParameterSource, *, passes: int) -> None:
         here = world.current()
         super().__init__(reduction, parameters, here.last_call.note, passes=passes)
-        self._is_over_world = reduction.is_over(here.comm)  # required by ``rebind``
+        self._is_over_world = reduction.is_over(here.comm)  # only then ``rebind`` is possible
 
     @property
     def sums_are_finite(self) -> bool | None:

@@ -20,17 +20,17 @@ class SyncBatchNorm(_BatchNorm):
 
     The result equals the result of one process with all samples, up to rounding.
 
-    Collective in training, and in evaluation without running statistics: forward, and backward if
-    the input requires a gradient. Batches may differ in size between ranks and may be empty.
-    Gradients of weight and bias are local to this rank; ``DistributedOptimizer`` combines them.
-    Second derivatives are not supported.
+    In training, and in evaluation without running statistics, forward is collective, and backward
+    is collective if the input requires a gradient. Batches may differ in size between ranks and
+    may be empty. Gradients of weight and bias are local to this rank; ``DistributedOptimizer``
+    combines them. Second derivatives are not supported.
 
     Gradients flow between the ranks, so a sample must have the same weight in the losses of all
     ranks: if batches differ in size, divide the sum of losses by the same number on every rank.
     ``set_num_samples`` weights gradients only after backward.
 
-    Sums are computed in the dtype of the input, in float32 for 16-bit inputs, and combined over
-    ranks in float64.
+    Each rank computes its sums in the dtype of the input, or in float32 for 16-bit inputs. The
+    sums of the ranks are combined in float64.
 
     Args:
         num_features: C of the inputs ``(N, C)`` or ``(N, C, ...)``.

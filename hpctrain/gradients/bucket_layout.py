@@ -97,11 +97,11 @@ class BucketLayout:
         )
 
     def is_new_sparse(self, slot: Slot) -> bool:
-        """Return whether the gradient of ``slot`` is sparse and the layout has not recorded it."""
+        """Return whether the gradient of ``slot`` is sparse, but not yet recorded as sparse."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._dims
 
     def learn_sparse(self) -> None:
-        """Send to all ranks which gradients are sparse, and rebuild the buckets. Collective."""
+        """Agree on the gradients that are sparse, and rebuild the buckets. Collective."""
         own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
         self._dims = {}
         for dims in reversed(self._comm.allgather_object(own)):  # the lowest rank decides

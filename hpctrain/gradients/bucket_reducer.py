@@ -28,7 +28,7 @@ from hpctrain.gradients.step_header import AverageFacts, GradientFacts, StepAgre
 
 
 class StepState(Enum):
-    """State of the current step's gradients in a reducer, and its transitions.
+    """State of the gradients of the current step in a reducer, with the next state per event.
 
     =========== ============ ========== =============
     from        backward()   reduction  zero_grad()
@@ -111,7 +111,7 @@ class Reducer:
         self._num_passes, self._passes_done = passes, 0
         self.state = StepState.EMPTY
         self._seen: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
-        """Maps a parameter to its gradient, and to the gradient's ``writes_of`` after a pass."""
+        """For each parameter, the gradient and its ``writes_of`` after the last pass."""
         self._replaced_sum = ""
         """Name of a parameter whose reduced sum the program has replaced; empty if none."""
         self._backward = BackwardPass()
@@ -230,9 +230,10 @@ class Reducer:
         return is_due
 
     def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
-        """Average the remaining gradients; if ``closure`` is given, return a closure that does so.
+        """Average the remaining gradients, or, with ``closure``, return a closure that does so.
 
-        Collective.
+        The returned closure calls ``closure``, averages the gradients that this call has computed,
+        and returns the loss. Collective.
         """
         if closure is None:
             self.finish()

@@ -20,7 +20,8 @@ _OF_TORCH = {
     ),
     "tensorwise": ("Adafactor", "Muon"),
 }
-"""Names of torch optimizers by property; other classes set a class attribute of this name."""
+"""Names of torch optimizers by property. Another optimizer class has a property if its attribute
+with the name of the property is True."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
 _NUM_PROBED = 3  # elements of a probe: more than one, so that elementwise state is not a scalar
 
@@ -54,8 +55,8 @@ class PieceStep:
         found = next((how for how in _OF_TORCH if is_known_as(how, optimizer)), None)
         if found is None:
             raise ConfigError(
-                f'the optimizer for shard="node" must step every element or every tensor '
-                f"separately, which is not known of {kind.__module__}.{kind.__qualname__}; use "
+                f'the optimizer for shard="node" must change every element or every tensor '
+                f"separately, but this is not known of {kind.__module__}.{kind.__qualname__}; use "
                 f"{', '.join(chain(*_OF_TORCH.values()))} of torch.optim, set elementwise = True "
                 f"or tensorwise = True in your class, or leave shard out"
             )

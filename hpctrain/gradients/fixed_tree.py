@@ -139,7 +139,7 @@ class Node:
     level: int
     index: int
     values: list[Tensor | None]
-    """Sums by entry, in memory of this node; None if no leaf below the node has a value."""
+    """Sums by entry, in memory that no other tree node uses; None if no leaf has a value."""
 
 
 def push(pending: list[Node], node: Node, absent: Absent) -> None:

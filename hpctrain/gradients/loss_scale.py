@@ -1,4 +1,4 @@
-"""Unscaling by ``GradScaler`` for optimizers whose averaged gradients are not in ``.grad``."""
+"""Support for ``GradScaler`` if the averaged gradients of an optimizer are not in ``.grad``."""
 
 from functools import wraps
 from typing import Any
@@ -33,7 +33,7 @@ def unscale_by_exchange() -> None:
 
 
 def unscale_own(stepping: Any) -> None:
-    """Unscale this rank's gradients in place of ``GradScaler``; drop them after an overflow."""
+    """Unscale this rank's gradients instead of ``GradScaler``; after an overflow, drop them."""
     found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
     if found_inf is None:
         return

@@ -86,7 +86,7 @@ class ParameterPiece:
     Args:
         number: index of the parameter in its bucket.
         bounds: range of the piece in the elements of the bucket.
-        start: index of the piece's first element in the 1-D elements of the parameter.
+        start: index of the piece's first element in the flattened parameter.
         like: tensor with the shape and strides of the piece.
         group: index of the optimizer's parameter group.
     """
@@ -115,7 +115,7 @@ class ParameterPiece:
         """State of the optimizer, in node memory."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the view of this piece in ``flat``, the 1-D elements of the parameter."""
+        """Return the view of this piece in ``flat``, the flattened parameter."""
         return _formed(flat[self.start : self.start + self.like.numel()], self.like)
 
 
@@ -195,16 +195,16 @@ class NodeBucket:
         self.values.freeze_in_children()
         self.state: dict[str, NodeTensor] = {}
         self.parts: Sequence[Mapping[str, StateSpec]] = ()
-        """Dtype and shape of the state of each parameter after a step, by name."""
+        """For each parameter, dtype and shape of its state tensors after a step, by name."""
         self._rooms: dict[str, tuple[torch.dtype, list[int]]] = {}
-        """Maps the name of a state tensor to its dtype and the offsets of the parameters in it."""
+        """Maps the name of a state tensor to its dtype and to the offset of each parameter."""
         self.shown: list[dict[str, Tensor]] = [{} for _ in self.slots]
         """State of each parameter as the program sees it, in the private map."""
         self.chunks: list[Chunk] = []
 
     @property
     def chunk_numel(self) -> int:
-        """Number of elements in a chunk of parameters that can be divided."""
+        """Number of elements per chunk, for parameters that can be divided."""
         parts = {name: one for each in self.parts for name, one in each.items() if name != MASTER}
         num_parts = sum(part.shape is None for part in parts.values())
         return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize // _CUT * _CUT
@@ -263,13 +263,13 @@ class NodeBucket:
                 self.state[name] = NodeTensor(self._node, bounds[-1], room[0])
 
     def private_view(self, number: int, name: str) -> Tensor:
-        """Return state ``name`` of parameter ``number`` in the private map."""
+        """Return the state ``name`` of the parameter with index ``number``, in the private map."""
         like, shape = self.slots[number].view, self.parts[number][name].shape
         like = like if shape in (None, like.shape) else torch.empty(shape)
         return self.state[name].shown(like, self._rooms[name][1][number])
 
     def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
-        """Copy new state tensors of a piece to node memory; put the copies in ``made`` instead."""
+        """Replace the new state tensors in ``made`` by copies of them in node memory."""
         for name, value in made.items():
             place = piece.state.get(name)
             if value is place or value is None:

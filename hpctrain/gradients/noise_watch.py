@@ -1,4 +1,4 @@
-"""Measurement of the gradient noise scale from norms before and after the average."""
+"""Measure the gradient noise scale from gradient norms before and after the average."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +23,11 @@ def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
 
     Not collective; every rank calls this function, with its own ``NoiseScale``. A step then takes
     two more passes over the gradients: for the norm of this rank's gradients before the sum, and
-    for the norm of the average. ``set_num_samples`` gives the sample count of a rank; without it,
-    the step of a rank counts as one sample. With several backward passes per step, count the
-    samples of all passes. A rank without gradients in a step is not counted. Sparse gradients are
-    ignored, and a lossy codec adds its error to the measured noise. In a world of one rank nothing
-    is measured; the program can call ``noise.add`` with the norms of parts of a batch.
+    for the norm of the average. The sample count of a rank is set by ``set_num_samples``, for all
+    backward passes of a step together; without this call, the step of a rank counts as one sample.
+    A rank without gradients in a step is not counted. Sparse gradients are ignored, and a lossy
+    codec adds its error to the measured noise. In a world of one rank nothing is measured; the
+    program can call ``noise.add`` with the norms of parts of a batch.
 
     Args:
         optimizer: ``DistributedOptimizer`` with ``op=Average`` and without ``shard``.
@@ -52,7 +52,7 @@ class _Watch:
     """Computes squared norms of the buckets of a step before and after their sums."""
 
     def __init__(self, reduction: Reduction, noise: NoiseScale) -> None:
-        self._reduction: Any = proxy(reduction)  # the reduction holds this object
+        self._reduction: Any = proxy(reduction)  # no cycle: the reduction refers to this object
         self._noise = noise
         self._own = self._average = 0.0  # squared norms of the buckets of this step so far
         self._has_own = False

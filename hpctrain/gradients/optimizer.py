@@ -59,8 +59,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     overwrites the memory of ``.grad``: clone gradients that must outlive the step. Ranks outside
     ``process_set`` do not communicate. A world of one rank does not communicate, except with
     ``master_dtype``. This function, ``backward()`` and ``step()`` are collective over the process
-    set. Several optimizers may share one backward if the hooks of all ranks fire in the same
-    order.
+    set. Several optimizers may share one backward if the hooks fire in the same order on all
+    ranks.
 
     Args:
         optimizer: any torch optimizer; more parameters can be added later.
@@ -161,9 +161,9 @@ class DistributedMethods:
     def sums_are_finite(self) -> bool | None:
         """Whether the averages of the last backward are finite; requires ``look_at_sums``.
 
-        The value is the same on every rank, and valid until ``step()``. None before a backward,
-        with a codec, sparse gradients, Adasum or ``shard``, for sums on accelerators, for ranks
-        without shared memory, and in a world of one rank.
+        The value is the same on every rank, and valid until ``step()``. The value is None before
+        the first backward; with a codec, sparse gradients, Adasum or ``shard``; if accelerators
+        compute the sums; if the ranks of a node share no memory; and in a world of one rank.
         """
         return self._exchange.sums_are_finite
 
@@ -298,7 +298,7 @@ class DistributedMethods:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: Any) -> None:
-        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. All ranks call it."""
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. Called on all ranks."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._exchange.hook()
 
@@ -376,7 +376,7 @@ def _upgraded(
     if exchange.unscales:
         leave_scaling_to(optimizer)
     if not isinstance(exchange, NoExchange):
-        # A reference of a hook to the exchange would keep the optimizer alive.
+        # The hooks do not refer to the exchange, because that would keep the optimizer alive.
         optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
         _register_move(exchange)
@@ -384,7 +384,7 @@ def _upgraded(
 
 
 def _register_move(exchange: OptimizerExchange) -> None:
-    """Register ``exchange`` to continue after the world is rebuilt without lost ranks."""
+    """Make ``exchange`` continue with the remaining ranks when the world is rebuilt."""
     kept = weakref.ref(exchange)
 
     def move() -> None:

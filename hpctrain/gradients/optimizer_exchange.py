@@ -41,7 +41,7 @@ class OptimizerExchange:
     """
 
     unscales = False
-    """Whether ``step()`` unscales gradients and skips overflows, in place of ``GradScaler``."""
+    """Whether ``step()``, instead of ``GradScaler``, unscales gradients and skips overflows."""
     reduction: Reduction | None = None  # None if no gradients are sent
     was_synchronized = False  # whether ``synchronize()`` was called without effect in this step
     warns = True  # whether ``step()`` warns of such a call
@@ -85,7 +85,7 @@ class OptimizerExchange:
         return False
 
     def require_skippable(self) -> None:
-        """Raise ``ConfigError`` if ``step()`` must combine the ranks, as for Adasum."""
+        """Raise ``ConfigError`` if ``skip_synchronize()`` is not possible, as with Adasum."""
 
     def begin_clipping(self) -> None:
         """Combine the gradients before clipping if this rank has skipped ``backward``.
@@ -155,7 +155,7 @@ class OptimizerExchange:
 
 
 class NoExchange(OptimizerExchange):
-    """Exchange for a single rank, which sends nothing."""
+    """Exchange for a rank that communicates with no other rank."""
 
     flags, loss = 0, math.nan
 

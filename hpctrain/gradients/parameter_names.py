@@ -64,7 +64,7 @@ def places_of(optimizer: Optimizer) -> NamedParameters:
 
 
 Groups = int | Sequence[Sequence[Tensor]]
-"""Number of groups of about equal length, or the groups; 0 for no groups."""
+"""Lists of parameters, or a number of groups of about equal length; 0 for no groups."""
 
 
 class Grouping:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.operation_result import Work
 
 _LATE_STEPS = 64
-"""Number of steps without early sums after a void sum, which must be computed again."""
+"""Number of steps without early sums after a sum was void and had to be computed again."""
 
 
 class RailSums:
@@ -77,7 +77,7 @@ class RailSums:
         )
 
     def with_sums_in_flight(self, own_facts: ShardedFacts) -> ShardedFacts:
-        """Return ``own_facts`` with the facts about sums in flight."""
+        """Return a copy of ``own_facts`` that includes the facts about sums in flight."""
         return replace(
             own_facts,
             is_early=self.num_sent > 0,
@@ -161,7 +161,7 @@ class RailSums:
         self._works: list[Work] = []
         self._is_repeated = False
         self._sent: list[tuple[Slot, tuple[int, int] | None]] = []
-        """Slots whose sums are in flight, with ``writes_of`` the gradients."""
+        """Slots whose sums are in flight, each with the ``writes_of`` of its sent gradient."""
 
     def _send(self) -> None:
         gradients = self._gradients[self.num_sent]

@@ -45,7 +45,7 @@ class StepProgress:
 
 
 class Reduction:
-    """Fills the buckets of a fixed set of parameters and reduces them over all ranks.
+    """Copies gradients of a fixed set of parameters to buckets, and sums buckets over ranks.
 
     Args:
         comm: ranks to reduce over; with a progress thread, buckets are sent during backward.
@@ -72,7 +72,7 @@ class Reduction:
         self.is_finite: bool | None = None
         """Whether all sums of the last step are finite; None if a sum was not checked."""
         self.around: Callable[..., AbstractContextManager[None]] = (
-            nullcontext  # context of each sum
+            nullcontext  # context manager around each sum
         )
         self._comm, self._plan, self.codec = comm, plan, codec
         self.layout = BucketLayout(comm, plan, codec, grouping)

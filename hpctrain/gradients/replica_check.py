@@ -30,7 +30,7 @@ def check_replicas(
     process_set: ProcessSet | None = global_process_set,
     heal: bool = False,
 ) -> None:
-    """Raise unless the model is bitwise identical on all ranks. Collective over the process set.
+    """Check that the model is bitwise identical on all ranks. Collective over the process set.
 
     Call this function between two steps, where replicas must be equal. Each rank hashes its
     tensors, and one small message compares the hashes; names are sent only if hashes differ.
@@ -42,8 +42,8 @@ def check_replicas(
             ``SyncBatchNorm``, which are computed from the samples of all ranks; buffers of other
             layers depend on each rank's samples.
         process_set: ranks to compare; None for all ranks.
-        heal: whether to copy a tensor that is equal on more than half of the ranks to the other
-            ranks, and log a warning with the names of the tensors.
+        heal: whether to repair tensors that differ: the value that more than half of the ranks
+            have is copied to the other ranks, and a warning names the tensors.
 
     Raises:
         ReplicaError: values differ; raised on every rank, with names and ranks. With ``heal``,
@@ -123,8 +123,9 @@ def _owners(
 ) -> dict[str, _Owner]:
     """Return an owner of each value that differs. Collective.
 
-    The bytes sent do not depend on the number of ranks. If more than half of the ranks have the
-    same hash, each bit of this hash is the bit that more than half of the ranks have.
+    The hash of the majority is found bit by bit: if more than half of the ranks have the same
+    hash, each of its bits is the bit that more than half of the ranks have. So the bytes sent do
+    not depend on the number of ranks.
     """
     hashes = [int(mine.get(name, "0"), 16) for name in differ]
     bits = torch.tensor([[number >> place & 1 for place in range(64)] for number in hashes])

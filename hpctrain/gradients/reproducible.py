@@ -65,8 +65,8 @@ class Reproducible:
     example in dropout; random numbers of other generators are not. Batch-dependent preprocessing,
     such as padding to the longest sample, must be fixed.
 
-    The constructor checks that all ranks have the same settings, and calls
-    ``torch.set_num_threads``; it is collective.
+    The constructor is collective. It checks that all ranks have the same settings, and calls
+    ``torch.set_num_threads``.
 
     Args:
         model: module on the CPU, with the same values on every rank.
@@ -261,9 +261,9 @@ class Reproducible:
         if num_samples is None:
             if here == 0 or here % len(self.own):
                 raise ConfigError(
-                    f"without num_samples the samples of a rank must be a multiple of its "
-                    f"{len(self.own)} micro-shards, got {here}; pass num_samples of the global "
-                    f"batch"
+                    f"without num_samples the number of samples of a rank must be a multiple of "
+                    f"its {len(self.own)} micro-shards, got {here} samples; pass num_samples of "
+                    f"the global batch"
                 )
             return [(here // len(self.own), 1.0)] * len(self.own)
         expected = sample_range(num_samples, shards, self.own)

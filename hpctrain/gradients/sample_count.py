@@ -9,25 +9,30 @@ from collections.abc import Sequence
 from hpctrain.core.errors import ConfigError
 
 NUM_FLAGS = 4  # number of flags that ranks can raise in a step
-MOST_EXPONENT = 60  # largest exponent of a weight; sums of peaks remain in the range of float64
+MOST_EXPONENT = 60  # largest exponent of a weight, so that sums of ``peak_of`` fit float64
 _SPREAD = 16
 
 
 class SampleCount:
     """Computes the factors of gradients from the numbers of samples of the ranks.
 
-    Each rank's gradient is a mean over its own samples. The mean over all samples is sum(w_r g_r)
-    / sum(w_r) with w_r = n_r / nominal. No gradient is multiplied by more than 1, since a 16-bit
-    product could overflow: all weights are divided by 2^K, the smallest power of two that is at
-    least the largest weight. A bucket is multiplied by w_r / 2^k while it is filled, where k is
-    the exponent of this rank's weight, and by 2^(k - K) before the sum on ranks with k < K. The
-    result is divided by the sum of w_r / 2^K. This sum and K are in the agreement of each step,
-    which is received before the first bucket is summed. Until a count is set every weight is 1,
-    and only the division by the number of ranks remains.
+    The gradient g_r of rank r is a mean over n_r samples. The mean over the samples of all ranks
+    is sum(w_r g_r) / sum(w_r) with the weights w_r = n_r / nominal. Until a count is set, every
+    weight is 1, and the sum is divided by the number of ranks.
+
+    No gradient is multiplied by more than 1, because a 16-bit product could overflow. Therefore
+    all weights are divided by 2^K, the smallest power of two that is at least the largest weight.
+    K and sum(w_r) are known after the agreement of a step, which precedes the first sum, but not
+    when buckets are filled. So there are three factors:
+
+    - while a rank fills a bucket: w_r / 2^k, where 2^k is the smallest power of two that is at
+      least w_r;
+    - before the sum, on ranks with k < K: 2^(k - K);
+    - after the sum: 2^K / sum(w_r).
 
     Args:
         average: whether the sum of gradients is divided by the sum of weights.
-        predivide: factor by which weights are divided, and the sum is multiplied.
+        predivide: number by which weights are divided, and by which the sum is multiplied.
     """
 
     def __init__(self, *, average: bool = True, predivide: float = 1.0) -> None:

@@ -174,7 +174,7 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield the averaged gradients of this rank's slice; each overwrites the previous one."""
+        """Yield each averaged gradient of this rank's slice; the next may overwrite its memory."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
                 pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]

@@ -263,9 +263,9 @@ class ShardedStep(Reducer, OptimizerExchange):
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Replace loaded state, which torch has cast to 16 bits, by copies of the loaded tensors.
+        """Replace the optimizer state by copies of the tensors in ``state_dict``.
 
-        No-op without master copies.
+        torch has cast the loaded state to 16 bits. No-op without master copies.
         """
         optimizer = self._optimizer()
         if optimizer is None or not self.master_dtype:

@@ -39,7 +39,7 @@ class GradientState:
 
     @property
     def is_touched(self) -> bool:
-        """Whether a reduced gradient was dropped or replaced after the reduction."""
+        """Whether the gradient was dropped, replaced or added after the last reduction."""
         if self.is_result:
             return not self.holds_result
         return self.parameter.grad is not None

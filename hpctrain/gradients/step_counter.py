@@ -26,7 +26,7 @@ _FIRST_BYTES = 64 * KIB  # bytes of each gradient that the first step compares
 
 
 class UnreachedParameters:
-    """Collects the parameters without a gradient in all steps since the last comparison."""
+    """Collects the parameters that had no gradient in any step since the last comparison."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -62,7 +62,7 @@ class StepCounter:
         self, check: StepSync, check_weights: str = "off", *, may_skip_alone: bool = False
     ) -> None:
         self.number: int | None = 0
-        """Steps that were taken; None between loading a state and the next agreement."""
+        """Number of steps taken; None between loading a state and the next agreement."""
         self.skipped = 0  # checksum of the numbers of the skipped steps
         self.flags = 0  # bits that this rank raises
         self.raised_flags = 0  # bits that any rank raised in the last message; same on every rank
@@ -178,9 +178,9 @@ class StepCounter:
     def confirm(self, comm: Communicator) -> None:
         """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
 
-        If the program has changed gradients of a rank after ``backward()``, that rank averages
-        gradients again while the other ranks finish the step. This call exchanges messages with
-        that rank, so that all ranks raise the error.
+        If the program changes gradients of only one rank after ``backward()``, this rank averages
+        its gradients again, while the other ranks finish the step and call this method. Then the
+        messages of both calls are exchanged, so that all ranks raise the error.
         """
         mine = StepMessage(self._header())
         start_on(comm, self.open, comm, mine).wait()

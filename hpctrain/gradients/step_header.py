@@ -29,7 +29,7 @@ class StepHeader:
     """Facts about the step that a rank begins, for any exchange of a ``DistributedOptimizer``."""
 
     member: int = 0  # index of the optimizer; see ``StepSync.enter``
-    step: int | None = None  # steps taken; None after a state was loaded, for no comparison
+    step: int | None = None  # number of steps taken; None, not compared, after loading a state
     skipped: int = 0
     """Checksum of the steps that this rank skipped after their gradients were averaged."""
     may_skip_alone: bool = False  # whether ``skipped`` can differ between ranks
@@ -81,7 +81,7 @@ class ShardedFacts:
     is_stale: bool = False  # whether writes without a new version were detected some steps late
     is_early: bool = False  # whether sums between nodes are in flight
     is_void: bool = False  # whether gradients have changed after such sums were started
-    synchronizes: bool = False  # whether ``synchronize()`` sends this message, before another one
+    synchronizes: bool = False  # whether ``synchronize()`` sends this message, before ``step()``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class WeightFacts:
 
     weights: int | None = None  # checksum of a sample of the weights; None for no comparison
     first: int | None = None
-    """Checksum of the gradients of the first step; None if all are zero, and in later steps."""
+    """Checksum of the gradients of the first step; None in later steps, or if all are zero."""
     unreached: int | None = None  # checksum of ``unreached_names``; None for no comparison
     unreached_names: tuple[str, ...] = ()
     """Parameters without a gradient on this rank in the last ``LONG`` steps."""

@@ -166,7 +166,7 @@ class StepSync:
 
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Return a text with the first parameter whose checksums differ, and the ranks."""
+    """Return a text with the first parameter that differs, and its checksums by rank."""
     for name, seen in differing(of_ranks).items():
         return f"the checksums of {name} are {seen}"
     return "the ranks have compared different parameters"

@@ -1,4 +1,4 @@
-"""Gradients and buffers of a step, which are collected and reset after each micro-shard."""
+"""Collect the gradients and buffers of a step, and reset them, after each micro-shard."""
 
 from collections.abc import Mapping, Sequence
 

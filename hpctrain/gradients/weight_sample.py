@@ -1,4 +1,4 @@
-"""Checksums of a sample of the weights, which are fast enough for every step."""
+"""Checksums of a small sample of the weights, fast enough to be computed in every step."""
 
 import ctypes
 from collections.abc import Iterable, Sequence

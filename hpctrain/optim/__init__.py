@@ -1,6 +1,7 @@
 """Training with large batches: LARS, LAMB, learning rates and the gradient noise scale.
 
-No module here communicates with other ranks. Every name is loaded at its first use.
+The modules of this package do not communicate with other ranks. Each name is imported at its first
+use.
 """
 
 from hpctrain.core.lazy import exports

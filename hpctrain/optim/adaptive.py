@@ -109,7 +109,7 @@ class AdaptiveOptimizer(Optimizer):
 
 
 def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
-    """Return ``weights / below`` elementwise; 1 where ``weights`` or ``other`` is 0."""
+    """Return ``weights / below`` elementwise, but 1 where ``weights`` or ``other`` is 0."""
     return torch.where((weights > 0) & (other > 0), weights / below, 1.0)
 
 

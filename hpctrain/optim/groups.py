@@ -18,8 +18,8 @@ _MOST_NAMES = 3
 def exclusions(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Return two parameter groups: norms and biases (with ``options``), and all others.
 
-    Norms are the parameters of normalization layers. Norms and biases are recognized by their
-    number of dimensions, at most one. For an optimizer without ``adapt`` call
+    Norms are the parameters of normalization layers. All parameters with at most one dimension
+    count as norms and biases. For an optimizer without the argument ``adapt``, call
     ``exclusions(model, weight_decay=0)``.
 
     Args:

@@ -33,16 +33,16 @@ class LAMB(AdaptiveOptimizer):
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * phi(|w|) / |r| * r                       phi / |r| is 1 if either is 0
 
-    Some implementations first clip the norm of all gradients to 1: call
-    ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``. A step clamps gradients, in
-    place, so that their squares are finite: to 1.8e19 in float32.
+    Some implementations first clip the total norm of the gradients to 1; for this, call
+    ``torch.nn.utils.clip_grad_norm_`` or set ``train.clip_norm``. A step clamps gradients, in
+    place, so that their squares are finite: in float32, to absolute values up to 1.8e19.
 
     Source: You et al. 2020, arXiv:1904.00962, algorithm 2. Nado et al. 2021, arXiv:2102.06356,
     dispute that large batches need LAMB: tuned Adam reaches the same accuracy.
 
     Args:
         params: parameters or parameter groups; ``exclusions(model)`` makes the usual groups.
-        lr: learning rate: norm of a step over norm of the weights.
+        lr: learning rate: the norm of a step divided by the norm of the weights.
         betas: decay factors of m and v per step, each at least 0 and below 1.
         eps: number that is added to the root of the second moment.
         weight_decay: factor of the weights w in r.

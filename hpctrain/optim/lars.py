@@ -21,15 +21,16 @@ class LARS(AdaptiveOptimizer):
         v = momentum * v + lr * ratio * (g + weight_decay * w)
         w = w - v
 
-    As in the paper, v includes the learning rate: after a change of the rate, v contains the old
-    rate for about 1 / (1 - momentum) steps. ``momentum_correction`` multiplies v by the new rate
-    divided by the old rate. This is equivalent to a rate outside of v, as in ``torch.optim.SGD``
-    and most implementations, and is computed as::
+    As in the paper, v includes the learning rate, so that after a change of the rate, v depends on
+    the old rate for about 1 / (1 - momentum) further steps. ``momentum_correction`` multiplies v
+    by the new rate divided by the old rate. This is equivalent to a rate outside of v, as in
+    ``torch.optim.SGD`` and most implementations, and is computed as::
 
         v = momentum * v + ratio * (g + weight_decay * w)
         w = w - lr * v
 
-    With Nesterov momentum the step is ``momentum * v`` plus the last term of v.
+    With Nesterov momentum, w is reduced by ``momentum * v`` plus the last term of the formula of
+    v, instead of v.
 
     Sources: You, Gitman and Ginsburg 2017, arXiv:1708.03888; the correction: Goyal et al. 2017,
     arXiv:1706.02677, section 3. Nado et al. 2021, arXiv:2102.06356, dispute that large batches
@@ -40,7 +41,7 @@ class LARS(AdaptiveOptimizer):
         lr: learning rate for the global batch, gamma in the paper; much larger than for SGD.
         momentum: factor of v per step, at least 0 and below 1.
         weight_decay: factor of the weights w in both formulas.
-        trust_coefficient: ratio of the norms of a step and of the weights, eta in the paper.
+        trust_coefficient: factor of the ratio, eta in the paper.
         nesterov: whether to use Nesterov momentum.
         momentum_correction: whether to correct v after changes of the rate.
         adapt: whether steps are scaled by the ratio; False for a ratio of 1, as is usual for

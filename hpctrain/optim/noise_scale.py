@@ -19,10 +19,10 @@ class NoiseScale:
     The expected squared norm of the mean gradient of n samples is ``G2 + S / n``, where G2 is the
     squared norm of the true gradient and S the variance of the gradient of one sample. Every step
     provides this norm for two values of n: the size of a part of the batch (the samples of a rank
-    or a micro-batch), and the size of the whole batch; both sizes may vary. A part of n samples
-    has weight n, and a step is weighted by its number of samples. S and G2 are estimated from sums
-    over steps, because S / G2 of a single step is dominated by noise; each step multiplies the
-    earlier sums by ``decay``.
+    or a micro-batch), and the size of the whole batch; both sizes may vary. Parts and steps are
+    weighted by their numbers of samples. S and G2 are estimated from sums over steps, because the
+    S / G2 of a single step is dominated by noise; each step multiplies the earlier sums by
+    ``decay``.
 
     ``hpctrain.watch_noise(optimizer, noise)`` adds the steps of a ``DistributedOptimizer``;
     programs without a ``DistributedOptimizer`` call ``add``. ``value()`` is the critical batch
@@ -80,7 +80,7 @@ class NoiseScale:
         number, samples, weighted = (self.sums if sums is None else sums).view(2, 3).T.tolist()
         if 0.0 in samples:
             return None
-        # The mean of 1 / n with weights n is the number of parts over the number of samples.
+        # The mean of 1 / n with weights n is the number of parts divided by the number of samples.
         sizes = [n / count for n, count in zip(samples, number, strict=True)]
         means = [total / n for total, n in zip(weighted, samples, strict=True)]
         try:

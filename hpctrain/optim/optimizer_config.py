@@ -23,8 +23,8 @@ class OptimizerConfig(CheckedFields):
     """Exclude norms and biases (parameters of one dimension) from args.weight_decay and from the
     layer-wise rates of LARS and LAMB."""
     groups: Annotated[list[dict[str, Any]], Bounds(each=dict)] = field(default_factory=list)
-    """Tables of other arguments, such as lr, for parameters whose names match a pattern: match =
-    "*.bias", or a list of patterns. The first table that matches is used."""
+    """Tables with other arguments, such as lr, for the parameters whose names match the key match:
+    a pattern, such as "*.bias", or a list of patterns. The first table that matches is used."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if ``args`` has ``lr`` or ``params``, or a group is not valid."""
@@ -53,15 +53,15 @@ class ScheduleConfig(CheckedFields):
     name: str = "cosine"
     """How the rate falls after the warm-up: constant, linear, cosine, poly or inverse_time."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the schedule. linear and cosine: final, the last rate divided by the
-    peak (default 0). poly: power (default 2). inverse_time: decay, for a last rate of peak / (1 +
-    decay) (default 1)."""
+    """Keyword arguments of the schedule. linear and cosine: final (default 0), the last rate
+    divided by the peak. poly: power (default 2). inverse_time: decay (default 1); the last rate is
+    peak / (1 + decay)."""
     warmup_epochs: AtLeast0 = 0.0
-    """Epochs in which the rate rises linearly to its peak, from zero, or from optimizer.lr if
-    base_batch makes the peak larger."""
+    """Number of epochs in which the rate rises linearly to its peak. It starts at zero, or at
+    optimizer.lr if the peak is larger because of base_batch."""
     base_batch: Count = 0
-    """Global batch for which optimizer.lr was chosen; the rate is scaled to train.global_batch. 0
-    for no scaling."""
+    """Global batch for which optimizer.lr was chosen: the rate is scaled from base_batch to
+    train.global_batch. With 0, the rate is not scaled."""
     scaling: Literal["linear", "square_root"] = "linear"
     """Factor of the rate with base_batch: train.global_batch / base_batch (linear, for SGD and
     LARS), or the square root of this ratio (square_root, for Adam and LAMB)."""

@@ -14,9 +14,9 @@ from hpctrain.report.figure import Figure, shown
 from hpctrain.report.page import Cell
 
 MAX_CODE = 1000  # characters of a line of a listing
-MAX_CELL = 160  # characters of a line of a cell in the PDF, which is broken into up to 4 lines
+MAX_CELL = 160  # characters of a line in a cell; the PDF breaks the line into up to 4 lines
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_LATEX_CHARS = 88  # of a line of a table in LaTeX, with one for the space after each column
+_LATEX_CHARS = 88  # characters of a table line in LaTeX, with a space after each column
 
 _LATEX = {
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
@@ -26,7 +26,7 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    "[": "{[}",  # after the end of a line, a bracket would be its argument
+    "[": "{[}",  # LaTeX would read a bracket after ``\\`` as an argument
     "\N{EN DASH}": "--",
     "\N{HORIZONTAL ELLIPSIS}": r"\dots{}",
     "\N{REPLACEMENT CHARACTER}": "?",
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Listing:
-    """Lines of a script or a command, which are not wrapped."""
+    """Text of a script or a command; its line breaks are kept."""
 
     text: str
 
@@ -75,7 +75,7 @@ class Document:
     about: str  # lines above each figure: machine, model, versions and date
 
     def markdown(self, images: Sequence[str]) -> str:
-        """Return the document as Markdown; ``images`` has the path of the image of each page."""
+        """Return the document as Markdown; ``images`` has the path of one image per page."""
         lines = [f"# {_line(self.title)}"]
         for section in self.sections:
             lines += ["", f"## {_line(section.title)}"]
@@ -88,7 +88,7 @@ class Document:
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
-        """Return the tables for LaTeX's ``input`` command; no LaTeX package is needed."""
+        r"""Return the tables as LaTeX, to be read with ``\input``; no LaTeX package is needed."""
         found = []
         for section in self.sections:
             found += [_latex(block) for block in section.blocks if isinstance(block, Table)]
@@ -246,7 +246,7 @@ class _Layout:
         self._pages[-1].text(x / self.WIDTH, y / self.HEIGHT, text, fontsize=size, **look)
 
     def _table(self, table: Table) -> None:
-        """Draw a table with right-aligned cells, and lines above, below the heads and below."""
+        """Draw a table with right-aligned cells, and rules at the top, end and below the heads."""
         room = self.WIDTH - 2 * self.MARGIN
         rows = [[_cell_lines(cell) for cell in row] for row in (table.heads, *table.texts())]
         size, widths = self.SMALL, _widths(rows, self.SMALL)

@@ -1,4 +1,4 @@
-"""Drawing of figures into files by matplotlib; ``templates/report.js`` draws figures on a page."""
+"""Draw figures into files with matplotlib; on HTML pages, ``templates/report.js`` draws them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ MARKERS = "osD^vP*X"
 HATCHES = ("", "////", "....", "xx", "--", "++", "oo", "**")
 
 _WIDTH = 75  # characters of a warning
-_SHIFT = 6.0  # points to the right, for each further curve
+_SHIFT = 6.0  # points by which each further curve is shifted to the right
 _GREY = "#5b646e"
 _ROOM = 1.3  # height of the axis relative to the stacked parts, to leave space for the legend
 
@@ -138,7 +138,7 @@ def _draw(axes: Any, figure: Figure) -> None:
         axes.text(0.02, 0.03, text, transform=axes.transAxes, **style).set_in_layout(False)
     named: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-        named.setdefault(label, handle)  # one entry for the hollow and other points of a curve
+        named.setdefault(label, handle)  # one entry for all series of a curve
     if named:
         size = 9 if len(named) < 6 else 7
         look = {"fontsize": size, "frameon": False, "columnspacing": 1.2}
@@ -208,7 +208,7 @@ def _beside(axes: Any, series: Series) -> Any:
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:
-    """Draw areas on top of each other over the same values of x."""
+    """Draw stacked areas, which must have the same values of x."""
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)

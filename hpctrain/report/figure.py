@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-RANKS = "ranks"  # label of an x axis with numbers of ranks, which is logarithmic
+RANKS = "ranks"  # label of an x axis that shows numbers of ranks; the axis is logarithmic
 
 PARTS = {
     "compute_s": "computing",

@@ -25,7 +25,9 @@ Cell = str | tuple[str, float]
 
 
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
-    """Return an HTML page of HTML fragments; the caller must escape names in the fragments.
+    """Return an HTML page that consists of the HTML fragments ``parts`` and draws ``figures``.
+
+    The caller must escape names in the fragments.
 
     Raises:
         ConfigError: plotly is not installed.

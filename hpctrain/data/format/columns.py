@@ -78,7 +78,7 @@ def _array(name: str, field: Field, array: NDArray[Any], counts: str) -> NDArray
         )
     if array.size and not np.can_cast(array.dtype, field.dtype, "safe"):
         raise DataError(
-            f"field {name} must hold all values of {array.dtype}, but its type is "
+            f"field {name} must have a dtype for all values of {array.dtype}, but has "
             f"{field.dtype}; convert the array first"
         )
     return array.astype(field.dtype, copy=False)
@@ -155,7 +155,7 @@ class Column:
         field, num_rows = self._field, self._num_rows
         step = max(1, _COPY_BYTES // max(1, field.sample_bytes))
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # an argument only since h5py 3.12
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # ``fill_time=`` needs h5py 3.12
         options: dict[str, Any] = {"dcpl": properties}
         if field.compression and field.sample_bytes:
             step = _rows_of_chunk(field, block_size, num_rows)

@@ -1,9 +1,9 @@
 """Layout of a data set on disk: file names, and the manifest that describes all shards.
 
 A data set is a directory of HDF5 shards and ``manifest.json``. The manifest is written last; a
-directory without a manifest is not a data set. A shard holds ``/data/<field>`` with shape ``(n,
-...)``, ``/crc/<field>`` with the crc32 of each block of samples, and attributes that repeat the
-manifest.
+directory without a manifest is not a data set. A shard of ``n`` samples holds ``/data/<field>``
+with shape ``(n, ...)``, ``/crc/<field>`` with the crc32 of each block of samples, and attributes
+that repeat the manifest.
 
 Samples of a ragged field are stored one by one in ``/data/<field>``, with shape ``(rows, ...)``;
 ``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the index of the first row of each sample
@@ -28,7 +28,7 @@ from hpctrain.core.formats import fault_of, stamp
 from hpctrain.core.python_compat import Self
 
 FORMAT = "hpctrain-h5"
-VERSION, READER = 1, "1.0"  # of the format, and the oldest hpctrain that reads this version
+VERSION, READER = 1, "1.0"  # version of the format, and the oldest hpctrain that reads it
 MANIFEST = "manifest.json"
 """Name of the file that describes a data set; it is written last."""
 LOCK = "writer.lock"  # lock file of the writer that uses the directory
@@ -162,14 +162,14 @@ class Manifest:
 
     @property
     def sample_bytes(self) -> float:
-        """Mean bytes of a decoded sample, over all fields."""
+        """Mean size of a decoded sample in bytes, all fields together."""
         total = sum(
             self.num_rows(name) * field.sample_bytes for name, field in self.fields.items()
         )
         return total / max(1, self.num_samples)
 
     def num_rows(self, name: str) -> int:
-        """Return the number of rows of a field: its samples, or their total length if ragged."""
+        """Return the rows of a field: one per sample, or, if ragged, the sum of all lengths."""
         if not self.fields[name].ragged:
             return self.num_samples
         return sum(shard.places[name].num_rows or 0 for shard in self.shards)
@@ -206,7 +206,8 @@ class Manifest:
         except _DAMAGE as error:
             why = error if isinstance(error, (DataError, ValueError)) else repr(error)
             raise DataError(
-                f"{path} must be the manifest of a data set, but: {why}; write the data set again"
+                f"{path} must be the manifest of a data set, but has an error: {why}; write the "
+                f"data set again"
             ) from None
         raise DataError(f"{path} cannot be read: {fault}")
 
@@ -307,7 +308,7 @@ def _crc32(record: Mapping[str, Any]) -> int:
 
 
 _KEYS = {"num_samples": "n", "num_bytes": "bytes", "places": "fields"}
-"""JSON keys of the attributes of a shard that have another name in JSON."""
+"""JSON keys of the attributes of ``ShardEntry`` that have another name in JSON."""
 
 
 def shard_of(record: Mapping[str, Any]) -> ShardEntry:
@@ -352,10 +353,10 @@ def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
 
 
 def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
-    """Return the names of files of killed writers, and the names of shards not in the manifest.
+    """Return the names of the files that killed writers left, and of shards not in the manifest.
 
-    Without a manifest, only unfinished files are returned: the shards may be all that remains of
-    a data set.
+    Without a manifest, only unfinished files are returned, because the finished shards may be all
+    that remains of a data set.
     """
     named = {shard.file for shard in manifest.shards} if manifest else set()
     with suppress(OSError):

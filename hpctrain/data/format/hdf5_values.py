@@ -11,8 +11,8 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.dataset_manifest import Field
 
 CHUNK_BYTES = 2 * MIB
-"""Target size of a chunk. Smaller chunks compress less; of larger chunks, readers decode more
-samples than they use."""
+"""Target size of a chunk. Smaller chunks compress less. Readers decode whole chunks, so larger
+chunks contain more samples that are decoded but not used."""
 
 _LEVEL = 3
 _MOST_BYTES = 2**32 - 1
@@ -76,7 +76,7 @@ def own_dataset(file: h5py.File, path: str) -> Any:
 def _resolved(file: h5py.File, path: str) -> str:
     """Return ``path`` with its soft links resolved.
 
-    HDF5 is not used to resolve them, because it would follow links into other files.
+    The links are resolved here, because HDF5 would follow links into other files.
     """
     left, at, num_links = _parts(path), "/", 0
     while left:

@@ -24,8 +24,8 @@ from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
 class PartFile(io.FileIO):
     """A file that hides write errors from HDF5; ``check`` raises the first error.
 
-    After an error all further writes are dropped. HDF5 2.0 retries failed writes when it closes
-    the file and when the program exits, and then crashes.
+    After an error, all further writes are dropped. The errors are hidden because HDF5 2.0 retries
+    failed writes when it closes the file and when the program exits, and then crashes.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -74,7 +74,7 @@ class ShardPart:
 
     Uncompressed fields are contiguous in the file, so that a reader can map them into memory.
 
-    ``draft`` is the manifest with the shards that were finished before.
+    ``draft`` is the manifest with the shards of this rank that were finished before.
     """
 
     def __init__(self, path: Path, draft: Manifest, *, capacity: int) -> None:
@@ -173,10 +173,11 @@ _HEAD_BYTES = 64 * KIB
 
 
 def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
-    """Write a shard's position in the data set to attributes of its file; return its new entry.
+    """Write a shard's position in the data set to the attributes of its file.
 
-    The attributes are in the first bytes of the file. The file is flushed to disk. With ISA-L,
-    the new crc32 is computed without reading the bytes after the attributes.
+    Returns the entry of the shard with the new crc32. The attributes are in the first bytes of the
+    file. The file is flushed to disk. With ISA-L, the crc32 is computed without reading the bytes
+    after the attributes.
     """
     before = _head(path)
     with closing(PartFile(path, "r+b")) as storage:

@@ -33,7 +33,7 @@ _FORMAT = 1
 class Journal:
     """File that lists the finished shards of one rank, so that a later writer can resume.
 
-    A later writer resumes only if its ``terms`` are identical.
+    ``terms`` are arguments of the writer; a later writer resumes only if its terms are identical.
     """
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Journal:
         }
 
     def uuid(self) -> str | None:
-        """Return the uuid of the unfinished data set, or None if the terms differ."""
+        """Return the uuid of the unfinished data set, or None if there is none to resume."""
         record = self._read()
         return None if record is None else str(record["uuid"])
 
@@ -106,8 +106,8 @@ class WriterLock:
 
     Rank 0 of a writer holds the lock.
 
-    On a file system without locks, such as Lustre mounted without ``flock``, a warning says that
-    concurrent writers are not detected.
+    On a file system without locks, such as Lustre mounted without ``flock``, concurrent writers
+    are not detected, and a warning is logged.
 
     Raises:
         DataError: another writer holds the lock.
@@ -229,7 +229,7 @@ class Publication:
                             write_classes(self._directory, manifest.classes)
                     finally:
                         # If an error occurs after the manifest was renamed, the data set is
-                        # complete.
+                        # published nevertheless.
                         with suppress(DataError):
                             there = manifest_in(self._directory)
                             is_published = there is not None and there.uuid == manifest.uuid

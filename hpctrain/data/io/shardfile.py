@@ -59,7 +59,7 @@ class RawShard:
         return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
 
     def index(self, name: str) -> Array:
-        """Return the index of the first row of each ragged sample, then the number of rows."""
+        """Return the first row of each sample of a ragged field, then the number of rows."""
         place = self.shard.places[name]
         shape = (self.shard.num_samples + 1,)
         index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
@@ -118,7 +118,7 @@ class RawShard:
 
 
 class ShardFile(RawShard):
-    """The open file of a shard with valid tables, and a flag for each block that was checked.
+    """The open file of a shard with valid tables, which records the blocks that were checked.
 
     If the file changes, ``OpenShard`` opens it again as another object.
 
@@ -133,7 +133,7 @@ class ShardFile(RawShard):
         super().__init__(path, manifest, index)
         self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
-        """Whether the crc32 of each block was checked and is right."""
+        """For each block, whether its crc32 was checked and is right."""
         self.all_checked = False
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is unchanged."""
@@ -330,8 +330,8 @@ class OpenShard:
     def check_blocks(self, rows: Array, *, again: bool) -> None:
         """Check the crc32 of the blocks that contain the samples ``rows``.
 
-        Without ``again``, blocks that were checked before are skipped. If the file
-        was changed since it was opened, it is reopened and no block counts as checked. Raises
+        Without ``again``, blocks that were checked before are skipped. If the file was changed
+        since it was opened, the file is reopened and no block counts as checked. Raises
         ``CorruptError``: a block is damaged, or the file belongs to another manifest.
         """
         file = self.file
@@ -390,7 +390,7 @@ class OpenShard:
     def _check_block(self, block: int) -> None:
         file = self.file
         if file.problem(block) is not None:
-            with suppress(OSError):  # so that the next read reaches the disk
+            with suppress(OSError):  # empty the page cache, so that the next read reaches the disk
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             file = self._reopened(file)
             if (problem := file.problem(block)) is not None:

@@ -19,7 +19,7 @@ Array = NDArray[np.int64]
 
 CACHE_BYTES = 512 * MIB
 _PLAIN_CHUNK_BYTES = MIB
-_LARGE_ROW_BYTES = 32 * KIB  # above, copying a row twice is slower than a Python loop
+_LARGE_ROW_BYTES = 32 * KIB  # for larger rows, a second copy is slower than a Python loop
 
 
 class Values:
@@ -39,7 +39,11 @@ class Values:
         self.copy(rows, np.ones_like(rows), out, places)
 
     def copy(self, starts: Array, lengths: Array, out: NDArray[Any], places: Array) -> None:
-        """Copy ``lengths[i]`` rows from ``starts[i]`` to ``out[places[i]:]``, in file order."""
+        """Copy runs of rows to ``out``, in the order of the file.
+
+        Run ``i`` has ``lengths[i]`` rows, starts at row ``starts[i]``, and is copied to ``out``
+        from ``out[places[i]]`` on.
+        """
         order = np.argsort(starts, kind="stable")
         runs = zip(*(column[order].tolist() for column in (starts, lengths, places)), strict=True)
         for start, count, place in runs:
@@ -116,7 +120,7 @@ class ChunkCache:
         self._chunks: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()
         self._lock = Lock()
         self.numbers = itertools.count()
-        """Counter for the first element of the keys, which identifies a field of a shard."""
+        """Counter for the first element of a key; this element identifies a field of a shard."""
 
     def get(self, key: tuple[int, int], decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return a chunk from the cache, or call ``decode`` and store its result."""

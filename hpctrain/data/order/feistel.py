@@ -45,9 +45,9 @@ class Feistel:
     ) -> Words:
         """Permute values in [0, limit); each tweak gives another permutation.
 
-        All arrays are ``(count,)``. A limit is at most ``size``, the default; a limit far below
-        ``size`` needs many applications. ``is_back`` applies the inverse permutation, for the same
-        limits and tweaks.
+        All arrays are ``(count,)``. A limit is at most ``size``, the default; for a limit far
+        below ``size``, the network is applied many times. ``is_back`` applies the inverse
+        permutation, for the same limits and tweaks.
         """
         result = np.empty_like(values)
         for start in range(0, len(values), _PIECE):

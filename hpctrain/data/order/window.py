@@ -21,13 +21,13 @@ from hpctrain.data.order.order import as_indices, as_words, check_order, global_
 from hpctrain.data.samples import Indices
 
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
-LANES = 1024  # approximate maximum by default, so that every rank of a usual job has its own lanes
+LANES = 1024  # approximate default maximum, so that every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
 """Default number of blocks in the windows of all lanes: 32 per sample of a global batch, and at
-least 8192. Batches of data that are sorted by class are then as even as with a full permutation,
-within one percent."""
+least 8192. If the data are sorted by class, the classes are then mixed in the batches as evenly as
+by a full permutation, within one percent."""
 
-# Words that give each permutation of a window order a different key, also from other orders.
+# Words in the keys of the permutations, so that their keys differ, also from other orders.
 _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 
 
@@ -37,8 +37,8 @@ class WindowShape:
 
     block: int  # neighbouring samples that are read together
     window: int
-    """Blocks of a lane that are mixed. If the blocks of a lane are no multiple of this number, the
-    windows are slightly larger."""
+    """Number of blocks of a lane that are mixed at a time. If the number of blocks of a lane is
+    not a multiple of ``window``, the windows are slightly larger."""
     lanes: int  # parts of the data that are read concurrently
 
     def __post_init__(self) -> None:
@@ -124,9 +124,9 @@ class WindowOrder:
     def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
         """Separate positions in the rest from positions in lanes.
 
-        Returns the places in ``positions`` that are in the rest, and the index within the rest of
-        each. Also returns, for every position, its index among the positions in lanes, which is
-        meaningless for a position in the rest.
+        Returns three arrays: the indices in ``positions`` of the positions in the rest; for each
+        of these, its index within the rest; and for every position, its index among the positions
+        in lanes, which has no meaning for a position in the rest.
         """
         before, place = _divided(positions, self._stride)
         is_rest = (place == self._stride - 1) & (before < self._num_rest)
@@ -163,7 +163,7 @@ class _LaneWindows:
         self.longest = self._turns + (self.num_longer > 0)
 
     def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return for each block of a lane the index, start and length of its window.
+        """Return, for each block of a lane, the index, start and length of its window.
 
         ``turns`` are indices of blocks in a lane. Starts and lengths are in blocks.
         """

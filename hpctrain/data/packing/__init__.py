@@ -1,1 +1,1 @@
-"""Kinds of sources of data sets, one file per kind."""
+"""Sources from which data sets are packed, one module for each kind of source."""

@@ -39,7 +39,7 @@ indices."""
 
 
 class Opened:
-    """Function that returns samples of columns, which each process opens at the first call."""
+    """Function that returns samples of columns; a process opens the columns at its first call."""
 
     def __init__(self, opener: Callable[[], Columns]) -> None:
         self._opener = opener

@@ -22,12 +22,12 @@ _FILES_PER_TASK = 256
 
 
 def files_below(folder: Path, skipped_links: list[str] | None = None) -> Iterator[str]:
-    """Yield all files below a folder, sorted by name; files of a folder before its subfolders.
+    """Yield all files below a folder, sorted by name.
 
-    Links are followed, except links to a parent folder, which are added to ``skipped_links``.
-    Names that begin with a dot are ignored. Raises ``DataError``: two paths are the same folder, a
-    link has no target, or an entry is neither a file nor a folder. ``OSError``: a folder cannot be
-    read.
+    The files in a folder precede the files in its subfolders. Links are followed, except links to
+    a parent folder, which are added to ``skipped_links``. Names that begin with a dot are ignored.
+    Raises ``DataError``: two paths are the same folder, a link has no target, or an entry is
+    neither a file nor a folder. Raises ``OSError``: a folder cannot be read.
     """
     root = str(folder)
     seen = {_identity(str(above)): root for above in folder.resolve().parents}
@@ -139,10 +139,10 @@ _WIDE_MODES = ("I", "F")  # modes of Pillow for integers of 16 and 32 bits, and 
 def form_of_images(
     contents: Mapping[str, bytes], wanted: WantedFields, where: str
 ) -> tuple[Form, tuple[str, ...]]:
-    """Return ``image`` or ``bytes``, the form in which images are packed, and notes for the user.
+    """Return the form in which images are packed, ``image`` or ``bytes``, and notes for the user.
 
-    ``contents`` maps file names to bytes of some files; only the image headers are read. Raises
-    ``DataError``: an image cannot be read.
+    ``contents`` maps the names of some files to their bytes; only the image headers are read.
+    Raises ``DataError``: an image cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()

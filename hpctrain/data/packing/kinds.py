@@ -34,8 +34,8 @@ class SourceKind:
     """Kind of source: the function that opens it, its file names and its options."""
 
     open: Callable[[Any, WantedFields], PackSource]
-    """Called with the files. For kind folder, it is called with the path of the folder; for kind
-    python, with the object or its name."""
+    """Called with the files; for kind folder, with the path of the folder; for kind python, with
+    the object or its name."""
     endings: tuple[str, ...] = ()  # suffixes of the files
     options: tuple[str, ...] = ()
     """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""

@@ -28,9 +28,9 @@ SHARD_BYTES = 512 * MIB
 SHUFFLED_BYTES = 4096 * MIB  # limit of a shuffle in memory, over all ranks
 
 Start = Callable[[int | None, int], Callable[[int], None]]
-"""Function ``start(num_samples, num_packed)`` that begins a progress report: number of samples of
-this rank, None if unknown, and how many of them are packed already. The function that it returns
-is called with the number of samples of each batch."""
+"""Function ``start(num_samples, num_packed)`` that begins a progress report. ``num_samples`` is
+the number of samples of this rank, or None if it is unknown; ``num_packed`` of these samples are
+packed already. The returned function is called with the number of samples of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +40,17 @@ class PackConfig(WantedFields):
     kind: str | None = None
     """Kind of the source: arrays, hdf5, tar, csv, parquet, arrow, text, folder or python; None to
     infer the kind from the names of the files."""
-    split: str = "train"  # name of this part of the data; one per directory
+    split: str = "train"  # name of this part of the data; a directory holds one split
     samples_per_shard: int | None = None
-    """Samples of each file except the last of a rank; None to derive it from ``shard_bytes``."""
+    """Samples of each file, except the last file of each rank; None derives the number from
+    ``shard_bytes``."""
     shard_bytes: int = SHARD_BYTES  # approximate bytes of a shard before compression
     block_size: int = BLOCK_SIZE
     """Samples per crc32; a window order reads at least one such block at a time."""
     compression: str | None = None  # ``zstd``, or None, which is fastest to read
     shuffle: int | None = None
     """Seed of the order in which samples are written; None keeps the order of the source."""
-    overwrite: bool = False  # replace a data set that is in the directory already
+    overwrite: bool = False  # whether to replace a data set in the directory
 
     def __post_init__(self) -> None:
         for name in ("samples_per_shard", "shard_bytes", "block_size", "length"):
@@ -90,9 +91,10 @@ def pack(
         directory: directory of the data set, created if missing.
         config: fields to pack, and options.
         comm: ranks that pack together.
-        start: ``start(num_samples, num_packed)`` is called once, with the number of samples of
-            this rank, None if unknown, and how many of them are packed already. It returns a
-            function, which is called with the number of samples of each packed batch.
+        start: ``start(num_samples, num_packed)`` is called once. ``num_samples`` is the number of
+            samples of this rank, or None if it is unknown; ``num_packed`` of these samples are
+            packed already. The function that ``start`` returns is called with the number of
+            samples of each packed batch.
 
     Returns:
         The manifest and notes, the same on every rank.
@@ -150,7 +152,8 @@ def _opened(
 ) -> tuple[PackSource, str | None]:
     """Examine a source on rank 0, or on each rank if the source is a Python object.
 
-    Returns the source, and a key that is constant while an interrupted packing can be resumed.
+    Returns, on every rank, the source and its resume key. An interrupted packing can be resumed as
+    long as the key does not change; None if it cannot be resumed.
     """
     kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
     is_on_each = kind == PYTHON
@@ -186,7 +189,7 @@ def _key(found: PackSource, source: object, config: PackConfig, size: int) -> st
         return None  # another object of this type may have other samples
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size}
-    # One module may have many functions, which all have the same file of code.
+    # Several functions can be defined in one file, so the name of the function is needed too.
     name = None if found.files else str(source)
     text = json.dumps([files, name, options], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -210,7 +213,7 @@ def _explained() -> Iterator[None]:
 
 
 def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
-    """Return a note that names the ranks without work."""
+    """Return a note if some ranks have no work, otherwise nothing."""
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")

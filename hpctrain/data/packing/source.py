@@ -44,13 +44,13 @@ class WantedFields:
     """Cut texts into samples of this number of bytes or tokens, rather than at the end of each
     line; the rest of a file is omitted."""
     tokenizer: str | None = None
-    """``module:function`` from a str to integers; None packs the bytes of the text."""
+    """``module:function`` that converts a str to integers; None packs the bytes of the text."""
 
 
 NUMBER_TYPE = re.compile("b1|[iu][1248]|f[248]")
 
 Sample = tuple[str, Mapping[str, Array]]
-"""Description of the origin of a sample, for errors, and its arrays by field."""
+"""Origin of a sample, as a text for errors, and the arrays of the sample by field."""
 
 Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
 """Function that returns samples at ascending indices."""
@@ -71,20 +71,20 @@ class PackSource:
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     runs: Sequence[tuple[int, Take]] = ()
-    """For random access: number of samples of each run, and the function that reads them."""
+    """For random access: number of samples of each run, and the function that reads the run."""
     parts: Sequence[tuple[int | None, Read]] = ()
-    """For sequential access: number of samples of each part or None, and its reader."""
+    """For sequential access: number of samples of each part, None if unknown, and its reader."""
     files: Sequence[str] = ()
     """Paths of all files that are read, in order; text needs less memory than ``Path``."""
     code: tuple[str, ...] = ()
     """Files with functions of the user; if they change, an interrupted packing cannot resume."""
-    sample_bytes: float = 0  # approximate bytes of a sample, over all fields
-    classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
+    sample_bytes: float = 0  # approximate size of a sample in bytes, all fields together
+    classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., if the source has names
     notes: tuple[str, ...] = ()  # notes for the user, one sentence each
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For each renamed field, the name of its data in the source."""
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Dtype to which the numbers of a field are converted, if they are converted."""
+    """For each field whose numbers are converted, the new dtype."""
 
     @property
     def is_indexed(self) -> bool:
@@ -265,10 +265,10 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
 
 
 class LoadedSamples:
-    """Function that returns samples of a sequential source, which it reads into memory.
+    """Function that gives random access to a sequential source, by reading it into memory.
 
-    Each process reads all samples at its first call, which raises ``DataError`` if they need more
-    than ``max_bytes``.
+    Each process reads all samples at its first call. This call raises ``DataError`` if the samples
+    need more than ``max_bytes``.
     """
 
     def __init__(self, found: PackSource, max_bytes: int) -> None:
@@ -322,7 +322,7 @@ def cast(values: Array, dtype: str, what: str) -> Array:
     else:
         wrong = found != values
         if found.dtype.kind in "iu" and values.dtype.kind == "f":
-            # Compare with max + 1, because float64 rounds the largest integer of 8 bytes up to it.
+            # Compare with max + 1, because float64 rounds the largest 8-byte integer up to this.
             wrong |= values >= float(np.iinfo(found.dtype).max) + 1
     if wrong.any():
         raise DataError(

@@ -1,6 +1,7 @@
-"""Tables, read in blocks of rows; the csv module splits CSV into rows, pyarrow parses numbers.
+"""Sources that are tables, read in blocks of rows.
 
-Ranks divide Parquet files by row groups, and other formats by files.
+The csv module splits CSV files into rows, and pyarrow parses the numbers. The ranks divide Parquet
+data by row groups, and data in other formats by files.
 """
 
 import csv
@@ -39,8 +40,8 @@ _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
 _LARGEST_WHOLE = 2**53  # float64 represents all integers up to this value
 
 Rows = Callable[[str, str | None], Array | list[Array]]
-"""Rows of a table, as a function. Its arguments are the name of a column and the requested dtype
-or None; it returns the values of the column."""
+"""Function that returns the values of a column in some rows of a table. Its arguments are the name
+of the column, and the requested dtype or None."""
 
 Columns = dict[str, tuple[list[str], str | None]]
 """For each field the names of the columns that form its array, and the requested dtype or None."""
@@ -163,7 +164,7 @@ class Learnt(NamedTuple):
     """Types of columns, determined from the first rows, and whether all columns are packed."""
 
     kinds: Mapping[str, str]
-    padded: Collection[str]  # columns of numbers such as 007, which a note names
+    padded: Collection[str]  # columns with leading zeros, such as 007; the user gets a note
     is_all: bool
 
 

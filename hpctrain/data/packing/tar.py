@@ -122,7 +122,7 @@ def _form(
 
 
 def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
-    """Yield the samples of an archive: their files with an ending in ``wanted``.
+    """Yield the samples of an archive, with the files whose ending is in ``wanted``.
 
     If ``wanted`` is empty, all files of the samples are read.
     """
@@ -172,7 +172,7 @@ def _check_file(sample: str, ending: str, claimed: int, before: Mapping[str, byt
 def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
     """Yield name, size and reader of each file of an archive.
 
-    Raises an error if the archive is truncated or another archive follows, unlike tarfile.
+    Unlike tarfile, raises an error if the archive is truncated or if another archive follows.
     """
     has_ended = False
 

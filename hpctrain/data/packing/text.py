@@ -26,8 +26,9 @@ from hpctrain.data.packing.source import (
 def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Return the source for text files.
 
-    The field is ``text`` with bytes. With a tokenizer, the field is ``tokens`` with the dtype that
-    the tokenizer returns. The field is ragged unless ``wanted.length`` sets the sample length.
+    The source has one field: ``text`` with bytes or, with a tokenizer, ``tokens`` with the dtype
+    that the tokenizer returns. The field is ragged unless ``wanted.length`` sets the length of a
+    sample.
     """
     name = _name(wanted)
     if wanted.length is not None and wanted.tokenizer is None:
@@ -88,7 +89,7 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
 
 
 def _windows(file: str, name: str, length: int) -> PackSource:
-    """Return the source for a file in samples of ``length`` bytes; omit a shorter last piece."""
+    """Return the source for a file in samples of ``length`` bytes; a shorter rest is omitted."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
     return PackSource(

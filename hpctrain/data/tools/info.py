@@ -1,4 +1,4 @@
-"""Description of a data set by its manifest, and of one sample."""
+"""Describe a data set from its manifest, and show one sample."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ _NUM_VALUES = 8  # values shown per field of a sample
 def info(directory: Path | str) -> dict[str, Any]:
     """Return a description of a data set as JSON values, without reading samples.
 
-    ``created_by`` has the software versions that wrote the first shard, or is empty if this shard
-    cannot be read. ``state`` of a shard is ``here``, ``missing`` or ``other size``.
+    ``created_by`` names the software versions that wrote the first shard, and is empty if this
+    shard cannot be read. ``state`` of a shard is ``here``, ``missing`` or ``other size``.
     ``num_bytes`` of a field is the size of its decoded values. ``mean_length`` is None for fields
     that are not ragged. Raises ``DataError``: there is no data set.
     """

@@ -1,4 +1,4 @@
-"""Split of a data set by label, with different shares of the labels in each part."""
+"""Split a data set by label, so that the parts have different shares of each label."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,16 +26,20 @@ class LabelSplit:
 
     split: Split
     labels: Labels  # labels that occur, ascending
-    counts: NDArray[np.int64]  # number of samples, ``(parts, labels)``
+    counts: NDArray[np.int64]  # ``(parts, labels)``: samples of each label in each part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelShares:
-    """Arguments of a split by label, which draws shares of parts from a Dirichlet distribution."""
+    """Arguments of a split by label.
+
+    For each label, the shares of the parts are drawn from a Dirichlet distribution.
+    """
 
     num_parts: int
     alpha: float
-    """Concentration of the distribution. Small: few labels per part; ``inf``: equal shares."""
+    """Concentration of the distribution: with small values, a part has few labels; with ``inf``,
+    all parts have equal shares of each label."""
     label: str = "y"  # field of the data set
     seed: int = 0
 
@@ -118,7 +122,8 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             )
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
-        # The order of the parts is drawn too, so that rounding does not favour the same parts.
+        # For each label, the order of the parts is drawn too, so that rounding does not favour the
+        # same parts.
         parts[draw.permutation(samples)] = np.repeat(
             draw.permutation(num_parts).astype(np.uint32), sizes
         )

@@ -1,4 +1,4 @@
-"""Division of a tool's work among ranks; an error of one rank stops all ranks."""
+"""Divide the work of a data tool among ranks; an error of one rank stops all ranks."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 Advance = Callable[[int], None]
 """Function that is called with the number of samples or bytes done since its last call."""
-Start = Callable[[int], Advance]  # called once, with all samples or bytes of this rank
+Start = Callable[[int], Advance]  # called once, with the number of samples or bytes of this rank
 
 TURN_S = 2.0  # seconds of work between two synchronizations of the ranks
 
@@ -40,15 +40,16 @@ def or_alone(comm: "Communicator | None") -> "Communicator":
 
 
 def followed(start: Start | None, total: int) -> Advance:
-    """Return ``start(total)``, the function that reports progress; a no-op without ``start``."""
+    """Return the function ``start(total)``, which reports progress; without ``start``, a no-op."""
     return start(total) if start else lambda _: None
 
 
 def in_turns(comm: "Communicator", pieces: Iterable[T], work: Callable[[T], object]) -> None:
     """Do the work of this rank in pieces, until all ranks are done or one rank fails.
 
-    Collective. The ranks synchronize often, so that no rank waits longer than the time limit of
-    messages. Raises ``DataError`` on every rank: the work of a rank raised a ``DataError``.
+    Collective. The ranks synchronize after about ``TURN_S`` seconds of work, so that no rank waits
+    longer than the time limit of collective operations. Raises ``DataError`` on every rank: the
+    work of a rank raised a ``DataError``.
     """
     left = iter(pieces)
     is_done = False

@@ -1,4 +1,4 @@
-"""Repair of a damaged data set with the files of another copy."""
+"""Repair a damaged data set with the files of another copy."""
 
 import shutil
 from contextlib import closing, suppress
@@ -40,11 +40,11 @@ def repair(
 ) -> RepairOutcome:
     """Check a data set, remove leftovers, and replace damaged files by files of a copy.
 
-    Collective with ``comm``, whose ranks divide the work. Each step is atomic: after a kill the
-    data set is as before or after a step, and the next repair continues. ``source`` is another
-    copy of the same data set; without ``source``, only leftovers are removed. Raises ``DataError``
-    on every rank: neither ``directory`` nor ``source`` has a manifest, ``source`` is another data
-    set, or the directory cannot be written.
+    Collective with ``comm``, whose ranks divide the work. Every file is replaced or removed
+    atomically, so a repair that was killed can be repeated. ``source`` is another copy of the same
+    data set; without ``source``, only leftovers are removed. Raises ``DataError`` on every rank:
+    neither ``directory`` nor ``source`` has a manifest, ``source`` is another data set, or the
+    directory cannot be written.
     """
     directory, comm = Path(directory), or_alone(comm)
     source = None if source is None else Path(source)
@@ -65,7 +65,7 @@ def repair(
 
 
 def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]]:
-    """Return the manifest and a list of actions; restore a lost manifest from the copy."""
+    """Return the manifest, restored from the copy if it is lost, and a list of actions."""
     check_directory(directory)
     copy = None if source is None else _manifest_of_copy(directory, source)
     try:
@@ -108,7 +108,11 @@ def _sweep(directory: Path, source: Path | None, manifest: Manifest, report: Fau
 def _take(
     directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
 ) -> list[tuple[int, str]]:
-    """Copy damaged shards from another copy; return the failure per shard, empty on success."""
+    """Copy damaged shards from another copy of the data set. Collective.
+
+    Returns, on every rank, ``(index, reason)`` for each shard; the reason of a failure is empty on
+    success.
+    """
     refusals: dict[int, str] = {}
 
     def take(index: int) -> None:

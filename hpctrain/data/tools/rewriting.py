@@ -1,4 +1,4 @@
-"""Rewriting of a data set with other shards, blocks or compression, or in parts."""
+"""Rewrite a data set with other shards, blocks or compression, or split it into parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +32,7 @@ class Shape:
     """Sizes and compression of a rewritten data set; None keeps the present value."""
 
     samples_per_shard: int | None = None  # samples of each shard except the last
-    shard_bytes: int | None = None  # or its approximate bytes, before compression
+    shard_bytes: int | None = None  # approximate bytes of each shard, before compression
     block_size: int | None = None  # samples per checksum
     compression: str | None = None  # ``none`` or ``zstd``, of all fields
 
@@ -177,7 +177,10 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
 
 
 def sizes_of(num_samples: int, shares: Shares) -> list[int]:
-    """Return the number of samples of each part; the rounded shares sum to ``num_samples``."""
+    """Return the number of samples of each part, rounded so that they sum to ``num_samples``.
+
+    Raises ``DataError``: a part would get no samples.
+    """
     exact = [num_samples * share for share in shares.values()]
     sizes = [int(share) for share in exact]
     lacking = sorted(range(len(sizes)), key=lambda part: sizes[part] - exact[part])

@@ -1,4 +1,4 @@
-"""Verification of a data set: compare every byte with the checksums of the manifest."""
+"""Verify a data set: compare every byte with the checksums of the manifest."""
 
 import os
 import stat
@@ -59,13 +59,13 @@ class FaultReport:
     """Result of ``verify``: faults and leftovers of a data set."""
 
     directory: str
-    uuid: str | None = None  # None where the manifest cannot be read
+    uuid: str | None = None  # None if the manifest cannot be read
     num_shards: int = 0
     num_samples: int = 0
     num_bytes: int = 0
     faults: tuple[Fault, ...] = ()  # by shard, then by field; the same on every rank
     leftovers: tuple[str, ...] = ()
-    """Files of writers that were killed, and of data sets that were replaced; not faults."""
+    """Files that killed writers or replaced data sets left; they are not faults."""
 
     @property
     def is_whole(self) -> bool:
@@ -93,8 +93,8 @@ class FaultReport:
         lines += [f"leftover: {name}" for name in self.leftovers]
         if self.leftovers and self.uuid is None:
             lines.append(
-                "leftovers are files of a command that was stopped; run the same command again "
-                "to continue it or to replace them"
+                "leftovers are files of a command that was stopped; run the same command again, "
+                "which continues with these files or replaces them"
             )
         elif self.leftovers:
             lines.append(
@@ -133,11 +133,11 @@ def verify(
     """Compare each byte of a data set with its manifest.
 
     Changes no file. Needs memory for a few pieces of 4 MiB, or for a few blocks if blocks are
-    larger. Collective with ``comm``, whose ranks divide the shards among them.
+    larger. Collective with ``comm``, whose ranks divide the shards among themselves.
 
-    A rank reads several shards concurrently, one per core and at most 4. The faults are the same
-    on every rank; a missing or unreadable file is a fault too. Raises ``DataError`` on every rank:
-    there is no such directory, or zstd is needed and not installed.
+    A rank reads ``threads`` shards concurrently; by default one per core, but at most 4. The
+    report is the same on every rank; a missing or unreadable file is a fault too. Raises
+    ``DataError`` on every rank: there is no such directory, or zstd is needed but not installed.
     """
     directory, comm = Path(directory), or_alone(comm)
     manifest, stray = on_root(comm, partial(_manifest, directory), DataError)
@@ -221,12 +221,12 @@ def _check_shard(directory: Path, manifest: Manifest, index: int, advance: Advan
 
 
 class _ShardCheck(RawShard):
-    """Checker of the blocks of one shard, which also reads damaged files.
+    """Checker of the blocks of one shard, whose file may be damaged.
 
-    It differs from the reader of training in three points. It maps no memory, because a read error
-    in a map ends the process. It checks nothing when it opens the file, because the undamaged
-    samples of a damaged file must be found. It calls HDF5 only for values without an offset in the
-    manifest, because damaged metadata can contain any address.
+    The checker differs from ``ShardFile``, the reader of training, in three points. The file is
+    not mapped, because a read error in a map ends the process. Nothing is checked when the file is
+    opened, because the undamaged samples of a damaged file must be found. HDF5 is called only for
+    values without an offset in the manifest, because damaged metadata can contain any address.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
@@ -314,7 +314,7 @@ class _ShardCheck(RawShard):
         return [fault(what=what, blocks=numbers, samples=self._samples(numbers))]
 
     def _crcs(self, name: str, bounds: Array) -> list[int | None]:
-        """Return the crc32 of each block of a field, decoded; None if it cannot be read."""
+        """Return the crc32 of each decoded block of a field; None if a block cannot be read."""
         found: list[int | None] = [None] * self._num_blocks
         with suppress(*_UNREADABLE):
             values = self.values_of(name, ChunkCache(0))  # caches only the last chunk
@@ -326,7 +326,7 @@ class _ShardCheck(RawShard):
         return found
 
     def _samples(self, blocks: Iterable[int]) -> tuple[Range, ...]:
-        """Return the ranges of samples of the data set that are in these blocks of the shard."""
+        """Return the ranges, in the data set, of the samples in these blocks of the shard."""
         size, first, count = self._manifest.block_size, self._first_sample, self.shard.num_samples
         return merged_ranges(
             (first + block * size, first + min((block + 1) * size, count)) for block in blocks

@@ -84,10 +84,10 @@ class DecodePool:
     def take(self, indices: ArrayLike, epoch: int, seed: int) -> "Columns":
         """Read and transform samples in the next free worker, and wait for the batch.
 
-        The worker seeds its global generators from seed, epoch and samples. Raises ``DataError``:
-        the pool was closed, or a worker died or exceeded its time limit; after a time limit, the
-        error names the sample. Errors of the data set or the transform are raised unchanged, with
-        the user's frames in a note.
+        The worker seeds its global generators from seed, epoch and sample indices. Raises
+        ``DataError``: the pool was closed, a worker died, or a worker exceeded its time limit. In
+        the latter case, the error names the sample. Errors of the data set or the transform are
+        raised unchanged, with the user's frames in a note.
         """
         worker = self._free.get()
         try:
@@ -120,7 +120,7 @@ class _Task(NamedTuple):
         columns = self.dataset.take(indices)
         if isinstance(self.transform, PerSample):
             return self.transform.at(columns, indices, epoch, seed, begin)
-        part = "because its numbers would differ on another number of ranks"
+        part = "because the results would depend on the number of ranks"
         with refused_draws(part) if self.any_ranks else nullcontext():
             return apply(self.transform, columns, indices, epoch, seed)
 

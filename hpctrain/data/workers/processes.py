@@ -1,8 +1,9 @@
 """The processes of a decode pool: a server without MPI and threads, and the workers it forks.
 
-The server is a separate program because a fork of the rank would copy locks held by threads and
-the state of MPI. The server never runs the user's script, because ``from mpi4py import MPI`` in it
-would initialize MPI in the server. The server forks the workers, so torch is imported only once.
+The server is a separate program, because a fork of the rank would copy locks held by threads and
+the state of MPI. The server never runs the user's script, because ``from mpi4py import MPI`` in
+the script would initialize MPI in the server. The server imports torch once and then forks the
+workers.
 """
 
 import contextlib
@@ -154,7 +155,7 @@ _MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the s
 class Notes:
     """Memory shared by rank and worker: index of the current sample, and stacks after a signal.
 
-    ``descriptor`` is the inherited descriptor of a memory file; without it one is created.
+    ``descriptor`` is the inherited descriptor of a memory file; None creates a new file.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -186,7 +187,7 @@ class Notes:
 
     def stack(self) -> str:
         """Return the stacks that the worker wrote at a fatal signal, or an empty string."""
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        with contextlib.suppress(OSError, ValueError):  # if the file is closed
             size = os.fstat(self.descriptor).st_size - _NUMBER_BYTES
             text = os.pread(self.descriptor, size, _NUMBER_BYTES).decode(errors="replace")
             # The signal is named in a separate paragraph, before the stacks.
@@ -203,7 +204,7 @@ _Alive: TypeAlias = dict[int, tuple[int, int]]
 worker ends."""
 
 GRACE_S = 1.0  # seconds that a worker may continue after the rank has closed the pool or ended
-STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
+STACK_S = 2.0  # seconds that an aborted worker may take to write its stack before it is killed
 
 
 def serve(workers: list[int], notes: list[int], control: int) -> None:
@@ -216,7 +217,7 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
             index of a worker that the server must end.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Meant for the rank, which ends the server by closing the sockets.
+        # These signals are meant for the rank, which ends the server by closing the sockets.
         signal.signal(kind, signal.SIG_IGN)
     import_module("hpctrain.data.reader")  # one import for all workers
     alive: _Alive = {}
