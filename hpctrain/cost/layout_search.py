@@ -79,7 +79,7 @@ class LayoutAdvice:
     """Result of a search: the fastest layouts, and counts of the rejected meshes and layouts."""
 
     best: tuple[LayoutChoice, ...]  # the fastest first
-    num_meshes: int  # number of ways to divide the ranks into axes tp, pp, dp and cp
+    num_meshes: int  # number of divisions of the ranks into axes tp, pp, dp and cp
     num_layouts: int  # number of layouts of the meshes that obey the rules
     broken: dict[str, int]  # for each rule, the number of meshes that it rejected
     lost: dict[str, int]  # for each reason, the number of layouts rejected for this reason

@@ -101,7 +101,7 @@ class Advice:
     """Result of the planner: the best candidates, and the benefit of more nodes and of codecs."""
 
     best: Candidate
-    next_best: tuple[Candidate, ...]  # three more; the best of each other method comes first
+    next_best: tuple[Candidate, ...]  # three more, the best of each other method first
     by_nodes: tuple[Candidate, ...]  # best candidate for each number of nodes, fewest nodes first
     pays_up_to: int  # largest worthwhile number of nodes
     payoffs: tuple[Payoff, ...]  # effect of each codec and of local steps

@@ -39,7 +39,7 @@ def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
     """Merge the requests of all ranks; return the ranks of each set, in order of set numbers.
 
     ``lists[rank]`` contains the requests of ``rank``. As in Horovod, sets created from
-    communicators come before sets created from ranks.
+    communicators precede sets created from ranks.
 
     Raises:
         MismatchError: the ranks request different sets.
