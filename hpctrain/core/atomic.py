@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories, also if the machine stops while writing."""
+"""Writes of files and directories that are atomic even if the machine stops during a write."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.libc import exchange_names
 from hpctrain.core.units import MIB
 
-PART = ".part"  # suffix of a file that is being written; a leftover may be removed
+PART = ".part"  # suffix of a file that is being written; if the writer has died, it may be removed
 
 
 @contextmanager
@@ -24,9 +24,9 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
     The temporary file is named ``name`` followed by ``PART``; by default, ``name`` is the name of
     ``path``. Concurrent writers need different names.
 
-    If the block succeeds, ``path`` is the new file, on disk. If the block raises, ``path`` is
-    unchanged and the temporary file is removed. If the process is killed, ``path`` is either the
-    old or the new file. Raises ``OSError`` if the file system reports an error.
+    If the block succeeds, ``path`` is the new file, which is on disk. If the block raises,
+    ``path`` is unchanged and the temporary file is removed. If the process is killed, ``path`` is
+    either the old or the new file. Raises ``OSError`` if the file system reports an error.
     """
     part = path.with_name((name or path.name) + PART)
     try:
@@ -45,10 +45,11 @@ def appear(room: Path, directory: Path) -> None:
     """Rename the directory ``room`` to ``directory``, and return when the new name is on disk.
 
     Args:
-        room: existing directory with the same parent; its contents are on disk.
+        room: existing directory, in the same parent directory as ``directory``; its contents are
+            on disk.
         directory: the new name. An older directory of that name is replaced atomically if the file
-            system can exchange two names; otherwise, if the process is killed between two renames,
-            neither directory has that name.
+            system can exchange two names. Otherwise two renames replace the older directory; if
+            the process is killed between the renames, no directory has that name.
 
     Raises:
         OSError: the file system reports an error; the older directory is unchanged.
@@ -76,19 +77,20 @@ def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
         raise
 
 
-_GONE = ".gone."  # in the names of directories that are to be removed
+_GONE = ".gone."  # part of the name of a directory that is being removed
 
 
 def doomed(path: Path) -> Path:
-    """Return a new path to which a directory is renamed before it is removed; see ``discard``."""
+    """Return an unused path, to which ``discard`` renames a directory before its removal."""
     return path.with_name(f"{path.name.removesuffix(PART)}{_GONE}{token_hex(4)}{PART}")
 
 
 def discard(path: Path) -> None:
-    """Remove a directory that ends with ``PART``, of this process or of another one.
+    """Remove a directory whose name ends with ``PART``; any process may have created it.
 
-    The directory is renamed first, so that a writer that still exists fails and does not publish
-    a directory without some of its files. Raises ``OSError`` if the file system reports an error.
+    The directory is renamed first. A process that is still writing files to the directory then
+    fails, instead of publishing an incomplete directory. Raises ``OSError`` if the file system
+    reports an error.
     """
     if _GONE not in path.name:
         path = path.rename(doomed(path))
@@ -132,11 +134,11 @@ _REMEDIES = {
     errno.EACCES: "get the permission to write there",
     errno.EPERM: "get the permission to write there",
 }
-"""Remedies by errno that keep the same path."""
+"""For each errno, a remedy with which the same path can be written."""
 
 
 def refusal(error: BaseException, elsewhere: str) -> str:
-    """Return why a write failed, and the remedies, as text for a message.
+    """Return the reason why a write failed, and the remedies, as one text.
 
     Args:
         error: system error, or an error of a library that was caused by a system error.
@@ -146,7 +148,7 @@ def refusal(error: BaseException, elsewhere: str) -> str:
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     number = cause.errno if isinstance(cause, OSError) else None
-    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # text of Rust
+    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # in Rust
         number = int(found[1])
     remedy = _REMEDIES.get(number or 0)
     reason = os.strerror(number) if number else reason_of(cause or error) or type(error).__name__

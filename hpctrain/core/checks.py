@@ -26,12 +26,15 @@ TYPE_NAMES: dict[type, str] = {
 }
 
 _ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (list, tuple)}
-"""By type: types of accepted values. ``int`` includes integers of numpy, but not bool."""
+"""For each type in a hint, the types of accepted values.
+
+``int`` accepts integers of numpy, but not bool, see ``_is_a``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Condition on the values of a type.
+    """Condition that values of a type must satisfy.
 
     ``least`` and ``most`` are inclusive limits; ``above`` and ``below`` are exclusive limits.
     """
@@ -41,7 +44,10 @@ class Bounds:
     most: float | None = None
     below: float | None = None
     unit: Literal["", "time", "bytes"] = ""
-    """Quantity of a text with a unit, such as ``"10min"``. An empty text means no time."""
+    """Quantity of a value that is given as a text with a unit, such as ``"10min"``.
+
+    Empty for other values. With ``time``, an empty text means that no time is given.
+    """
     each: type | None = None
     """Type of the items of a list."""
     names: tuple[str, ...] = ()
@@ -95,7 +101,7 @@ Time = Annotated[str, Bounds(unit="time")]
 Size = Annotated[str, Bounds(unit="bytes")]
 Texts = Annotated[list[str], Bounds(each=str)]
 Overlap = Literal["auto", "thread", "inline", "end"]
-"""When buckets are sent: as the plan chooses; on a thread; inside the hooks; after backward."""
+"""When buckets are sent: as the plan selects, by a thread, inside hooks, or after backward."""
 
 
 def require(ok: bool, rule: str, value: object, remedy: str = "") -> None:  # noqa: FBT001 - reads as a sentence
@@ -118,8 +124,8 @@ def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, s
     Args:
         config: configuration of all keys.
         reason: the other key and its value, such as ``train.reproducible = true``.
-        rules: for each key a pair: the valid value, or a tuple of valid values, and a reason. The
-            reason may be followed by a semicolon and a remedy.
+        rules: maps each key to a pair. The first item is the valid value, or a tuple of the valid
+            values. The second is the cause, which a semicolon and a remedy may follow.
     """
     for key, (valid, why) in rules.items():
         value, values = value_of(config, key), valid if isinstance(valid, tuple) else (valid,)
@@ -177,9 +183,10 @@ def type_name(hint: Any) -> str:
 
 @functools.cache
 def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
-    """Return pairs of a type that the hint allows, and a valid text, the bounds, or None.
+    """Return the types that a hint allows, each in a pair with the condition on its values.
 
-    A ``Literal`` gives one pair for each of its texts.
+    The condition is the only valid text, the bounds, or None. A ``Literal`` gives one pair for
+    each of its texts.
     """
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

@@ -55,27 +55,27 @@ Duration = Annotated[float, Bounds(unit="time")]
 class Settings:
     """Values of ``HPCTRAIN_*`` variables; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``.
 
-    The type hint of a field determines the valid values. The text below a field is its description
-    in ``hpctrain guide settings``. Relative paths start at the directory in which this process
-    imported ``hpctrain``.
+    The type hint of a field determines the valid values. The text below a field describes the
+    field in ``hpctrain guide settings``. Relative paths start at ``paths.START``, the directory in
+    which this process imported ``hpctrain``.
     """
 
     ranks_per_node: Number | None = None
-    """Number of ranks of a simulated node, to divide one host into several nodes."""
+    """Number of ranks per simulated node; divides one host into several nodes for tests."""
     shared_memory: Literal["auto", "memfd", "off"] = "auto"
     """How the ranks of a node share memory. If sharing is not possible, ``auto`` uses plain MPI
     and ``memfd`` raises an error; ``off`` always uses plain MPI."""
     binding: Literal["auto", "none"] = "auto"
-    """Binding of ranks that no launcher has bound to cores: ``auto`` binds a rank to cores next to
-    its GPU, or to a share of all cores; ``none`` does not bind."""
+    """Binding of ranks to cores, unless the launcher has bound the ranks: ``auto`` binds a rank to
+    cores next to its GPU, or to its share of all cores; ``none`` does not bind."""
     kernel: Literal["auto", "off"] = "auto"
-    """Whether compiled code, if installed, computes the sums within a node; the results are
-    bitwise identical."""
+    """Whether compiled code, if installed, computes the sums within a node; both settings give
+    bitwise identical results."""
     overlap: Overlap = "auto"
-    """When gradients are sent: during the backward pass, on a ``thread`` or ``inline`` in hooks,
-    or at its ``end``; ``auto`` selects by the plan."""
+    """When gradients are sent: during the backward pass, by a ``thread`` or ``inline`` in hooks,
+    or at the ``end`` of the pass; ``auto`` uses the choice of the communication plan."""
     bucket_bytes: Bytes = 25 * MIB
-    """Largest message of gradients that are sent during the backward pass."""
+    """Largest message, in bytes, in which gradients are sent during the backward pass."""
     check_weights: Literal["error", "warn", "off"] = "error"
     """Reaction to replicas of a model that differ. Each step compares a sample of the weights; the
     end of the program compares all weights."""
@@ -87,7 +87,7 @@ class Settings:
     """Whether algorithms are measured: ``auto`` at the first start with these nodes, ranks and
     settings, ``fresh`` at each start, ``off`` never."""
     stats: bool = False
-    """Print bytes, time and waits of each operation at the end."""
+    """Print the bytes, time and waiting time of each operation at the end of the program."""
     trace: bool = False
     """Print one line per collective."""
     log_dir: Path | None = None
@@ -97,8 +97,8 @@ class Settings:
     records: Path | None = None
     """Folder in which ``hpctrain.record`` writes one file per rank; set by ``hpctrain study``."""
     stage_dir: Path | None = None
-    """Folder on each node for the copies of data sets that ``stage="auto"`` makes; by default a
-    folder of the job for temporary files."""
+    """Folder on each node to which ``stage="auto"`` copies data sets; by default a temporary
+    folder of the job."""
     budget: Duration | None = None
     """Time, such as ``11h``, after which ``hpctrain train`` stops, saves and exits with code
     85."""
@@ -111,22 +111,23 @@ class Settings:
     """Seconds for which named operations are collected before they are sent. By default from the
     plan."""
     stall_s: Positive = 30.0
-    """Seconds after which a collective that a rank has not called is reported; ``inf`` for
+    """Seconds after which a collective that only some ranks have called is reported; ``inf`` for
     never."""
     stall_abort_s: Positive = math.inf
-    """Seconds after which such a collective ends all ranks with exit code 86."""
+    """Seconds after which a collective that only some ranks have called ends all ranks, with exit
+    code 86; ``inf`` for never."""
     timeline: Path | None = None
-    """File for the timeline of the named operations of rank 0; with ``{rank}`` in the name, one
-    file per rank."""
+    """File in which rank 0 records the timeline of its named operations; with ``{rank}`` in the
+    name, each rank writes a file."""
     timeline_mark_cycles: bool = False
     """Mark the start of each cycle of the controller in the timeline."""
     elastic_reset_limit: Count | None = None
-    """How often ``elastic.run`` may restart; unset for no limit."""
+    """Largest number of restarts by ``elastic.run``; unset for no limit."""
     recover: bool = False
     """Continue with the remaining ranks when a rank dies; set by ``hpctrain launch --recover``,
-    which also starts an MPI that supports it."""
+    which also starts an MPI that supports recovery."""
     spares: Count = 0
-    """How many ranks wait to replace ranks that die; set by ``hpctrain launch --spares``."""
+    """Number of idle ranks that replace ranks that die; set by ``hpctrain launch --spares``."""
     engine: Engine = "hpctrain"
     """Library that moves tensors between ranks; ``horovod`` must be installed."""
     device_sums: Literal["auto", "host", "nccl"] = "auto"
@@ -149,15 +150,15 @@ class OwnSettings:
     """Variables that programs of hpctrain set for each other; users do not set them."""
 
     asked: Path | None = None
-    """File in which ``hpctrain launch`` writes the name of the signal that it received before it
-    sends SIGUSR1 to the ranks."""
+    """File with the name of a signal that ``hpctrain launch`` has received. ``hpctrain launch``
+    writes the file, then sends SIGUSR1 to the ranks."""
     watched: bool = False
-    """Write to stderr that all ranks have started, and that all have finished. The launcher may
-    return 0 after the loss of a node."""
+    """Write a line to stderr when all ranks have started, and another when all have finished. The
+    exit code of a launcher is not sufficient: it may be 0 after the loss of a node."""
     shim_python: Path | None = None
-    """Python in which ``import horovod`` imports hpctrain; set by ``hpctrain shim``."""
+    """Python interpreter whose ``import horovod`` imports hpctrain; set by ``hpctrain shim``."""
     site: str = ""
-    """File of a site's settings that the batch scripts read."""
+    """File with the settings of a computing site, which the batch scripts read."""
     require: str = ""
     """Features whose tests must not be skipped."""
     test_hang_s: Positive = math.inf

@@ -2,7 +2,7 @@
 
 
 class HpctrainError(Exception):
-    """Base of all errors raised for users of hpctrain."""
+    """Base class of the errors that hpctrain raises for its users."""
 
 
 class ConfigError(HpctrainError, ValueError):
@@ -26,7 +26,7 @@ class NodeMemoryError(CommError):
 
 
 class RankLostError(CommError):
-    """Another rank died, or left the program or a block, while this rank waited for that rank."""
+    """This rank waited for a rank that died, exited, or left a ``with`` block by an error."""
 
 
 class MismatchError(CommError):
@@ -34,13 +34,13 @@ class MismatchError(CommError):
 
 
 class ReplicaError(MismatchError):
-    """Replicas of a model differ; raised on every rank; the message names tensor and ranks."""
+    """Replicas of a model differ; raised on every rank; names the tensor and the ranks."""
 
 
 class HorovodInternalError(CommError, RuntimeError):
     """A named operation has failed on every rank; the ranks can continue.
 
-    The name of the class is the name in Horovod. ``elastic.run`` restores the last commit after
+    Horovod has an error class of the same name. ``elastic.run`` restores the last commit after
     this error.
     """
 
@@ -79,7 +79,7 @@ class CheckpointError(HpctrainError):
 
 
 class HpctrainDeprecationWarning(DeprecationWarning):
-    """A name or an argument works, but will be removed; the message names its replacement.
+    """A name or an argument still works, but will be removed; the message names a replacement.
 
     ``hpctrain guide versions`` describes how long a deprecated name works.
     """

@@ -6,17 +6,19 @@ from typing import Any
 
 
 def stamp(version: int, reader: str) -> dict[str, Any]:
-    """Return the entries of a file that name its format version, and the oldest hpctrain for it.
+    """Return the entries that a file needs so that ``fault_of`` can check its format version.
 
-    ``reader`` is the first version of hpctrain that reads files with this format version.
+    ``version`` is the format version; ``reader`` is the first version of hpctrain that reads files
+    with this format version.
     """
     return {"version": version, "reader": reader}
 
 
 def fault_of(record: Mapping[str, Any], newest: int) -> str:
-    """Return why a file with these entries is unreadable, and the remedy; empty if readable.
+    """Return why a file with these entries cannot be read, and the remedy; empty if it can.
 
-    A file without a format version has version 1.
+    ``newest`` is the newest format version that can be read. A file without a format version has
+    version 1.
     """
     found = record.get("version", 1)
     if type(found) is int and 1 <= found <= newest:

@@ -25,12 +25,12 @@ class Variable(NamedTuple):
 
 
 def number(text: str) -> float:
-    """Return a number of at least 0. Raises ``ConfigError`` for another text."""
+    """Convert a text to a number of at least 0. Raises ``ConfigError`` for any other text."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:  # also if it is NaN
+    if not 0 <= value < math.inf:  # NaN also raises
         raise ConfigError(f"the value must be a number of at least 0, got {text!r}")
     return value
 
@@ -61,7 +61,7 @@ HONOURED = (
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
 )
-"""Variables that hpctrain reads. The first variable of a setting in this order has precedence."""
+"""Variables that hpctrain reads. If several set the same field, the first one has precedence."""
 
 FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_AUTOTUNE": (),
@@ -72,7 +72,7 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": (),
     "HOROVOD_LOG_HIDE_TIME": (),
 }
-"""Variables, with the values that request what hpctrain always does; empty means any value."""
+"""For each variable, the values that request what hpctrain always does; empty for any value."""
 
 
 def found(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -55,7 +55,7 @@ def keys_of(cls: type) -> dict[str, Key]:
 
 @functools.cache
 def tables_of(cls: type) -> dict[str, str]:
-    """Return the help text of each table by name; the top of the file has the empty name."""
+    """Return the help text of each table by name; the name of the top of the file is ``""``."""
     values = {item.name: getattr(cls(), item.name) for item in fields(cls)}
     tables = {name: type(value) for name, value in values.items() if is_dataclass(value)}
     return {name: _summary(each) for name, each in {"": cls, **tables}.items()}
@@ -96,7 +96,7 @@ def dumps(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # TOML's basic strings have JSON's escapes, but DEL must be escaped too.
+            # TOML escapes strings as JSON does, but also requires an escape for DEL.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case int() | float():
             return repr(value)
@@ -138,7 +138,7 @@ def _summary(cls: type) -> str:
 
 
 def _sentences(cls: type) -> dict[str, str]:
-    """Return the string literal below each own or inherited field, read from the source code."""
+    """Return the string literal below each field, also of base classes, from the source code."""
     sentences: dict[str, str] = {}
     for base in filter(is_dataclass, cls.__mro__):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]

@@ -59,11 +59,11 @@ def exports(
 
 @contextmanager
 def postponed(package: str, but: str) -> Iterator[None]:
-    """Delay the loading of modules that the block imports until their attributes are read.
+    """Load a module that the block imports only when one of its attributes is read.
 
     This applies to the modules of ``package``, except the modules of its sub-package ``but``.
-    ``from PACKAGE import MODULE`` reads no attribute; ``from MODULE import NAME`` reads one and
-    therefore loads the module.
+    ``from PACKAGE import MODULE`` reads no attribute of the module; ``from MODULE import NAME``
+    reads one and therefore loads the module.
     """
     finder = _Postponing(f"{package}.", f"{but}.")
     sys.meta_path.insert(0, finder)
@@ -75,12 +75,13 @@ def postponed(package: str, but: str) -> Iterator[None]:
 
 
 class _Postponing:
-    """Import hook: loads placeholders for modules ``prefix*``, except modules ``but*``.
+    """Import hook: loads a placeholder for each module ``prefix*``, except modules ``but*``.
 
     The class has the methods of a finder and of a loader, but not their base classes, because
     ``importlib.abc`` imports 20 modules, which would double the time of ``import hpctrain``.
-    ``withdraw`` removes the placeholders from ``sys.modules``: libraries that inspect
-    ``sys.modules`` read attributes, and would load a module whose imports may be incomplete.
+    ``withdraw`` removes the placeholders from ``sys.modules``. Otherwise a library that inspects
+    ``sys.modules`` would read attributes of a placeholder and thereby load the module, possibly
+    before the modules that it imports are complete.
     """
 
     def __init__(self, prefix: str, but: str) -> None:
@@ -113,7 +114,7 @@ class _Postponing:
 
 
 class _Placeholder(ModuleType):
-    """A placeholder for a module, which loads the module when an attribute is read."""
+    """Placeholder that loads its module when one of its attributes is read."""
 
     def __init__(self, name: str, withdraw: Callable[[], None]) -> None:
         super().__init__(name)

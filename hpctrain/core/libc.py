@@ -93,7 +93,7 @@ def memory_at(address: int, num_bytes: int) -> Segment:
 def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
     """Copy memory of another process by ``process_vm_readv(2)``.
 
-    Raises ``OSError`` if the system call fails or copies fewer bytes.
+    Raises ``OSError`` if the system call fails or copies fewer than ``num_bytes`` bytes.
     """
     target = ctypes.create_string_buffer(num_bytes)
     here, there = (_Span(start, num_bytes) for start in (ctypes.addressof(target), address))
@@ -109,7 +109,7 @@ def exchange_names(a: Path, b: Path) -> bool:
 
 
 def file_system_magic(descriptor: int) -> int:
-    """Return the file system type of ``statfs(2)``; 0 on failure."""
+    """Return the number by which ``fstatfs(2)`` identifies a file system type; 0 on failure."""
     # struct statfs begins with f_type, a long, and has fewer than 1024 bytes on every machine.
     record = ctypes.create_string_buffer(1024)
     if libc().fstatfs(descriptor, record):
@@ -123,11 +123,11 @@ def sharpen_sleep() -> None:
     By default the kernel adds up to 50 us to every sleep, which is as long as a small message
     takes.
     """
-    libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # nanoseconds; 0 is the default
+    libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # 1 ns; 0 would select the default
 
 
 class Timer:
-    """A timer that one thread sets, and for which another thread sleeps."""
+    """Timer that one thread sets while another thread sleeps until the timer expires."""
 
     __slots__ = ("_descriptor", "_poll", "_set")
 
@@ -142,7 +142,7 @@ class Timer:
         self._set = instant_libc().timerfd_settime
 
     def set(self, seconds: float) -> None:
-        """Make the timer expire after ``seconds``, or never if 0; replace an earlier time."""
+        """Make the timer expire after ``seconds``, never if 0. An earlier setting is replaced."""
         nanoseconds = int(seconds * 1e9)
         when = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 1_000_000_000))
         self._set(self._descriptor, 0, when, None)

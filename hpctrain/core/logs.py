@@ -19,14 +19,14 @@ logger = logging.getLogger("hpctrain")
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning unless this process has logged it before."""
+    """Log a warning unless this process has already logged the same text."""
     logger.warning("%s", text)
 
 
 _PLAIN = "hpctrain: %(message)s"
 _IN_FILE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OF_ALL = {"of_all_ranks": True}
-MAX_TEXTS = 16  # maximum number of different warnings of all ranks that are printed
+MAX_TEXTS = 16  # maximum number of different warnings that are printed for all ranks together
 
 
 def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
@@ -93,7 +93,7 @@ def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
 
     Returns:
         Texts in the order of their first ranks: ``text [ranks 0-3, 4 of 6]`` for several ranks,
-        ``text [rank 2]`` for one; the bare text in a world of one.
+        ``text [rank 2]`` for one rank, and the text alone in a world of one rank.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, messages in enumerate(messages_by_rank):
@@ -108,7 +108,7 @@ def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
 
 
 def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
-    """Log the merged warnings, without the tag of a rank. Called by one rank."""
+    """Log the merged warnings without a rank tag. Only one rank calls this function."""
     for text in merge(messages_by_rank):
         logger.warning("%s", text, extra=_OF_ALL)
 

@@ -14,7 +14,7 @@ def _current() -> str | None:
 
 
 START = _current()
-"""The directory in which this process imported ``hpctrain``; None if it was removed before."""
+"""The current directory when this process imported ``hpctrain``; None if it did not exist."""
 
 
 def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
@@ -49,10 +49,10 @@ def absolute(path: str | os.PathLike[str], *, base: str | None = None) -> Path:
 
 
 def from_environment(text: str) -> Path:
-    """Return the path in an environment variable; a relative path starts at ``START``.
+    """Convert the text of an environment variable to a path; a relative path starts at ``START``.
 
     All ranks get the same path, even if the program has changed its directory. Raises
-    ``ConfigError``: the text is empty, or relative while ``START`` does not exist.
+    ``ConfigError``: the text is empty, or the path is relative and ``START`` is None.
     """
     if not text:
         raise ConfigError(f"the name of a file or folder must not be empty, got {text!r}")

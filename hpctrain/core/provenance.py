@@ -32,8 +32,8 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def project(folder: Path) -> dict[str, str | list[str]]:
     """Return the git commit of a folder; the result is empty outside of a repository.
 
-    ``changed`` lists the files that differ from the commit, and ``diff`` is a hash of their
-    differences: two runs with the same commit and hash had the same tracked files.
+    ``changed`` lists the files that differ from the commit, and ``diff`` is a hash of the
+    differences. If two runs have the same commit and hash, all tracked files were identical.
     """
     head = _git(folder, "rev-parse", "HEAD").strip()
     if not head:

@@ -29,9 +29,9 @@ def add_note(error: BaseException, note: str) -> None:
 class GarbageCollection:
     """Records whether the garbage collector of this process is running.
 
-    The collector may run at any statement of any thread. A finalizer that it calls must not wait
-    for other threads: up to Python 3.12 the interrupted statement may hold a lock of ``threading``
-    that the end of a thread needs.
+    The collector may interrupt any statement of any thread to call finalizers. Such a finalizer
+    must not wait for other threads: up to Python 3.12, the interrupted statement may hold a lock
+    of the module ``threading`` that another thread needs before it can end.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class GarbageCollection:
 
 @cache
 def collection() -> GarbageCollection:
-    """Return the state of the garbage collector, which is known after the first call.
+    """Return the recorder of the garbage collector's state; the first call starts recording.
 
-    Modules whose finalizers need the state call this function at import. Other programs should not
-    get the callback of the collector: Python ignores a ``KeyboardInterrupt`` in such a callback.
+    Modules whose finalizers need the state call this function at import. Other programs do not
+    record the state, because Python ignores a ``KeyboardInterrupt`` in the recorder's callback.
     """
     return GarbageCollection()

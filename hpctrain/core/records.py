@@ -12,7 +12,7 @@ from hpctrain.core.python_compat import Self
 
 
 class Records:
-    """File of records to which each record is appended immediately.
+    """Append-only file of records; each record is written immediately.
 
     A killed process loses at most the last record.
     """
@@ -34,7 +34,8 @@ class Records:
         Raises ``OSError`` if the file system reports an error.
         """
         lines = [json.dumps(finite(each)) + "\n" for each in records]
-        # One write unless the disk is full: other writers and readers see complete lines.
+        # Unless the disk is full, one write is sufficient, so that other processes see only
+        # complete lines.
         text = memoryview("".join(lines).encode())
         while text:
             text = text[self._file.write(text) :]
@@ -55,7 +56,7 @@ class Records:
 
 
 def read(path: Path, key: str = "event") -> list[dict[str, Any]]:
-    """Return the complete records of a file that have ``key``.
+    """Read a file and return its complete records that contain ``key``.
 
     Lines that are not records, and an incomplete last line, are omitted.
     """
@@ -64,7 +65,7 @@ def read(path: Path, key: str = "event") -> list[dict[str, Any]]:
 
 
 def record_of(line: bytes, key: str = "event") -> dict[str, Any] | None:
-    """Return the record of a line; None if the line is not a record."""
+    """Parse a line; return None if the line is not a JSON object that contains ``key``."""
     try:
         found = json.loads(line)
     except ValueError:  # the line is not JSON, or its bytes are not text

@@ -34,12 +34,12 @@ def resolve(
 
     Args:
         target: ``"module:name"``.
-        where: origin of the name, such as the key of a file, for messages.
-        remedy: remedy if the module does not exist, for messages.
+        where: where ``target`` is given, such as a key of a file; for messages.
+        remedy: what to do if the module does not exist; for messages.
         error_type: class of the errors.
 
     Raises:
-        HpctrainError: of ``error_type``: the module or the name does not exist.
+        HpctrainError: the module or the name does not exist; an error of class ``error_type``.
     """
     if not NAME.fullmatch(target):
         raise error_type(f'{where} must be "module:function", got "{target}"')
@@ -64,7 +64,11 @@ def resolve(
 def member(
     module: ModuleType, name: str, where: str, *, error_type: type[HpctrainError] = ConfigError
 ) -> Any:
-    """Return the attribute ``name`` of a module, with the arguments and errors of ``resolve``."""
+    """Return the attribute ``name`` of a module.
+
+    Raises an error of class ``error_type`` if the module has no attribute ``name``. ``where`` is
+    as in ``resolve``.
+    """
     if not hasattr(module, name):
         public = [each for each in vars(module) if not each.startswith("_")]
         raise error_type(
@@ -87,7 +91,8 @@ def check_arguments(
 ) -> None:
     """Raise ``ConfigError`` unless ``function`` accepts these arguments.
 
-    ``num_first`` is the number of positional arguments, ``args`` are the keyword arguments.
+    ``num_first`` is the number of positional arguments; ``args`` are the keyword arguments;
+    ``key`` is the configuration key of ``args``, for messages.
     """
     if not callable(function):
         raise ConfigError(
@@ -126,4 +131,4 @@ def hint(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"; did you mean {by_lower[close[0]]}?"
     few = 0 < len(by_lower) <= _MAX_NAMED
-    return f"; there are {', '.join(sorted(by_lower.values()))}" if few else ""
+    return f"; valid names: {', '.join(sorted(by_lower.values()))}" if few else ""

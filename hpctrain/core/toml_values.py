@@ -18,7 +18,7 @@ class TomlValues(Generic[C]):
     """Values of a configuration from several sources; later sources override earlier ones.
 
     Args:
-        cls: dataclass of the configuration, whose fields are tables.
+        cls: dataclass of the configuration; each field that is a dataclass is a table.
     """
 
     def __init__(self, cls: type[C]) -> None:
@@ -28,7 +28,10 @@ class TomlValues(Generic[C]):
         """Source of each key that is set, such as ``file digits.toml``."""
 
     def merge(self, items: Iterable[tuple[str, Any]], source: str) -> None:
-        """Add values by dotted name; a name may extend into a table with arbitrary keys."""
+        """Add pairs of a dotted name and a value.
+
+        A name may address a value inside a key that is a table with arbitrary keys.
+        """
         for given, value in items:
             try:
                 key, inner = self._find(given)
@@ -62,7 +65,10 @@ class TomlValues(Generic[C]):
         return made
 
     def _find(self, name: str) -> tuple[Key, str]:
-        """Return the key of ``name``, and the rest of the name inside an arbitrary table."""
+        """Return the key that ``name`` starts with, and the rest of ``name``.
+
+        The rest is empty unless the key is a table with arbitrary keys.
+        """
         keys = keys_of(self._cls)
         if name in keys:
             return keys[name], ""

@@ -1,7 +1,7 @@
-"""Names of torch that are private or that some supported version lacks, resolved at import.
+"""Names of torch that are private, or that are missing in a supported version of torch.
 
-The other modules import these names from here and do not compare versions of torch. A comment at
-each fallback states the first version of torch that does not need the fallback.
+The other modules import these names from here and do not compare versions of torch. A comment such
+as ``# 2.7`` states the first version of torch that has the name, and so needs no fallback.
 """
 
 import importlib
@@ -47,12 +47,12 @@ def warn_if_untested() -> None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return True if a tensor, such as a ``DTensor``, wraps other tensors and has no elements."""
+    """Return True if a tensor, such as a ``DTensor``, stores its elements in other tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def require(feature: str, is_there: object, version: str) -> None:
-    """Raise ``ConfigError`` unless this torch has ``feature``, which is new in ``version``."""
+    """Raise ``ConfigError`` unless the installed torch has ``feature``, added in ``version``."""
     if not is_there:
         raise ConfigError(
             f"torch must be {version} or later for {feature}, got {torch.__version__}; update "
@@ -109,7 +109,7 @@ BACKWARD: CodeType = graph._engine_run_backward.__code__
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that this thread carries out."""
+    """Call a function at the end of the backward pass that runs in this thread."""
     Variable._execution_engine.queue_callback(function)
 
 
@@ -184,14 +184,14 @@ def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -
 
 
 def leave_scaling_to(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer.step()``, instead of ``GradScaler``, unscale gradients and skip steps."""
+    """Make ``optimizer.step()`` unscale gradients and skip steps, instead of ``GradScaler``."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that the constructor of Adagrad creates for a parameter.
 
-    The result is empty since torch 2.13, where the first step creates the state.
+    The result is empty with torch 2.13 or later, because there the first step creates the state.
     """
     names = signature(torch.optim.Adagrad).parameters.keys() & group.keys() - {"params"}
     made = torch.optim.Adagrad([parameter], **{name: group[name] for name in names})
@@ -200,7 +200,7 @@ def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[
 
 
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # 2.7
-"""Dtype of the scale factor of a block of 8-bit numbers; all its values are powers of two."""
+"""Dtype for the common scale factor of a block of 8-bit numbers; has only powers of two."""
 FLOAT8: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
@@ -213,7 +213,7 @@ can_move_storage = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # 2.13
 
 
 def move_storage(tensor: Tensor, other: Tensor) -> None:
-    """Exchange the memory of the storages of two tensors, if ``can_move_storage``."""
+    """Exchange the memory of two tensors' storages; requires ``can_move_storage``."""
     tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
 
 
@@ -240,7 +240,7 @@ functional: Any = torch.ops._c10d_functional
 def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the method of DistributedDataParallel that registers a built-in C++ hook.
 
-    ``changed`` takes the method of torch and returns its replacement.
+    ``changed`` takes torch's method and returns the method that replaces it.
     """
     of_torch = DistributedDataParallel._register_builtin_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = changed(of_torch)  # type: ignore[method-assign]
@@ -281,9 +281,10 @@ def leave_unrecorded(kind: type) -> None:
 
 
 def leave_out_first_messages(kind: type) -> None:
-    """Remove the first messages between pipeline stages, in groups of class ``kind``.
+    """Make pipelines over groups of class ``kind`` omit the first messages between stages.
 
-    Before version 2.13, torch sends 8 bytes and receives 4, in order to connect the ranks by NCCL.
+    Before version 2.13, torch sends these messages only to connect the ranks by NCCL. Each message
+    is sent with 8 bytes but received with 4.
     """
     if VERSION >= (2, 13):
         return
@@ -373,7 +374,7 @@ def gather_asynchronously(unit: Any) -> None:
 
 
 def drop_gathered(unit: Any) -> None:
-    """Free parameters of an FSDP2 module that were prefetched but not used."""
+    """Free the parameters of an FSDP2 module that were gathered in advance but not used."""
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is not None and group._all_gather_result is not None:
         group.wait_for_unshard()
@@ -381,7 +382,7 @@ def drop_gathered(unit: Any) -> None:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh whose one axis joins all axes of ``mesh``. The first call is collective."""
+    """Join all axes of ``mesh`` into one axis, ``name``. The first call is collective."""
     return mesh._flatten(name)
 
 
@@ -391,6 +392,6 @@ def as_own_tensor(tensor: Tensor) -> Tensor:
 
 
 def move_to_front(module: nn.Module, handle: Any) -> None:
-    """Make a forward pre-hook run before the other pre-hooks of ``module``."""
+    """Make the forward pre-hook of ``handle`` run before the other pre-hooks of ``module``."""
     hooks: Any = module._forward_pre_hooks
     hooks.move_to_end(handle.id, last=False)

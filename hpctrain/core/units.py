@@ -19,7 +19,7 @@ _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes of a text such as ``"25 MiB"``, in upper or lower case.
+    """Convert a text such as ``"25 MiB"``, in upper or lower case, to a number of bytes.
 
     Raises:
         ConfigError: the text is not a number followed by one of B, kB, MB, GB, KiB, MiB, GiB.
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes of a text; without a unit, the number is in bytes."""
+    """Convert a text such as ``"25 MiB"`` to a number of bytes; the unit may be omitted."""
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in _FACTORS:
         raise ConfigError(
@@ -44,7 +44,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of a text such as ``"10min"``, ``"11h50min"`` or ``"90 s"``.
+    """Convert a text such as ``"10min"``, ``"11h50min"`` or ``"90 s"`` to seconds.
 
     Raises ``ConfigError``: the text is not one or more numbers, each with one of s, min, h, d.
     """
@@ -57,7 +57,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Return the number of a text such as ``"25.6M"`` or ``"1e9"``.
+    """Convert a text such as ``"25.6M"`` or ``"1e9"`` to a number.
 
     Raises ``ConfigError``: the text is not a number.
     """
@@ -92,7 +92,7 @@ def format_seconds(seconds: float) -> str:
 
 
 MAX_RUNS, MAX_MESSAGES = 8, 8
-"""Maximum number of ranges of ranks, and of different messages, in a text."""
+"""Limits of a text: how many ranges of ranks, and how many different messages, it contains."""
 
 
 def format_numbers(numbers: Iterable[int], max_runs: int | None = None) -> str:
@@ -109,9 +109,9 @@ def format_numbers(numbers: Iterable[int], max_runs: int | None = None) -> str:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Return the integers of a text in the format of the kernel, such as ``0-3,8``.
+    """Return the integers in a text in the format of the kernel, such as ``0-3,8``.
 
-    Other characters separate the ranges; a text without digits has no integers.
+    Any other characters separate the ranges. The result is empty for a text without digits.
     """
     ends = ((int(first), int(last or first)) for first, last in _RANGE.findall(text))
     return [number for first, last in ends for number in range(first, last + 1)]
@@ -124,7 +124,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Return a list of ranks as the program has passed it, cut after 200 characters."""
+    """Return ranks as the text of a list, in the given order, cut after 200 characters."""
     return f"{list(ranks)!s:.200}"
 
 
@@ -141,7 +141,10 @@ def shortened(items: Iterable[object], most: int) -> str:
 
 
 def by_rank(messages: Sequence[str | None]) -> str:
-    """Return one text with each distinct message and its ranks; None means no message."""
+    """Return one text with each distinct message and the ranks that have the message.
+
+    ``messages[rank]`` is the message of ``rank``, or None.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:

@@ -18,19 +18,19 @@ from hpctrain.core.python_compat import add_note
 
 MAX_LINES = 12  # on the terminal; the log file of the rank has the whole traceback
 
-_NUM_FRAMES = 3  # innermost frames of the user's code
-_WIDTH = 300  # characters of a line of a message
-_NUM_PARTS = 6  # elements of a tuple that are described
+_NUM_FRAMES = 3  # number of shown frames of the user's code, the innermost ones
+_WIDTH = 300  # maximum characters of a line
+_NUM_PARTS = 6  # maximum number of elements of a described tuple
 _OURS = str(Path(__file__).parents[1])
 _FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
 
 def folded(error: BaseException, log: Path | None) -> str:
-    """Return a traceback of the user's frames, their tensors and the error.
+    """Return a short traceback: the user's frames, their tensors and the error.
 
     The text has at most ``MAX_LINES`` lines. The text is empty if no frame belongs to the user's
-    code, or if the error may be a defect of hpctrain, which needs the whole traceback. ``log`` is
-    the file that contains the whole traceback, or None.
+    code. The text is also empty if the error may be a defect of hpctrain: the caller then prints
+    the whole traceback. ``log`` is the file that contains the whole traceback, or None.
     """
     lines, text = user_lines(error), "\n".join(map(str, getattr(error, "__notes__", ())))
     notes = [_cut(line) for line in text.splitlines() if line.strip()]
@@ -40,7 +40,7 @@ def folded(error: BaseException, log: Path | None) -> str:
     if not is_explained and (is_fault or not lines):
         return ""
     message = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
-    is_ours = isinstance(error, HpctrainError)  # never cut: it ends with the remedy
+    is_ours = isinstance(error, HpctrainError)  # not cut, as the remedy is at the end
     message = [line if is_ours else _cut(line) for line in message if line.strip()]
     last = (
         f"the whole traceback: {_short(str(log))}"
@@ -60,8 +60,8 @@ def _cut(line: str) -> str:
 def noted(whose: str, *values: Any) -> Iterator[None]:
     """Add a note to errors that user code raises in the block.
 
-    The note contains the name ``whose`` of the user code, and a description of its arguments
-    ``values``.
+    The note contains ``whose``, the name of the user code, and describes ``values``, the arguments
+    of the user code.
     """
     try:
         yield
@@ -104,9 +104,9 @@ def user_lines(error: BaseException) -> list[str]:
 
 
 def layer_of(error: BaseException) -> str:
-    """Return name and description of the innermost layer whose ``forward`` raised an error.
+    """Return the name and description of the innermost layer whose ``forward`` raised ``error``.
 
-    The result is empty if the user's code defines the layer, because ``user_lines`` then contains
+    The result is empty if the user's code defines the layer, because ``user_lines`` then returns
     the line in ``forward``.
     """
     frames = [each for each, _ in _frames(error) if each.f_code.co_name == "forward"]
@@ -122,7 +122,8 @@ def layer_of(error: BaseException) -> str:
 def _is_user(frame: FrameType) -> bool:
     """Return True if a frame belongs to the user's code.
 
-    Code of ``python -c`` belongs to the user's code, generated code does not.
+    Code of ``python -c`` is the user's code; other code without a file, which a library has
+    generated, is not.
     """
     file = frame.f_code.co_filename
     if file == "<string>":

@@ -51,7 +51,7 @@ def seconds_of_one(machine: Machine) -> Load:
 
 
 class CodecCost(NamedTuple):
-    """Bytes and processor time of a codec, for a message of float32."""
+    """Bytes and processor time of a codec, for a message of float32 elements."""
 
     bytes_per_element: float  # bytes sent for an element of 4 bytes
     s_per_byte: float = 0.0  # time per byte of the message, to encode and decode
@@ -139,7 +139,7 @@ def allreduce(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> Load:
 
 
 def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
-    """Return the load of an algorithm in rounds, summed over the slowest message of each round."""
+    """Return the load of an algorithm that has rounds: the sum of each round's slowest message."""
     each = _of_one_byte(algorithm, shape, rails)._asdict().items()
     return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
@@ -159,10 +159,10 @@ def _of_one_byte(algorithm: str, shape: MachineShape, rails: int) -> Load:
 def _load_of(
     shape: MachineShape, rails: int, rounds: float, num_bytes: float, width: float, combined: float
 ) -> Load:
-    """Return the load of ``rounds`` rounds.
+    """Return the load of ``rounds`` rounds, which send and combine the given numbers of bytes.
 
-    ``width`` is the slowdown of messages between nodes by concurrent messages on the same link; 0
-    if no message leaves a node.
+    ``width`` is the factor by which concurrent messages on the same link slow down a message
+    between nodes; 0 if no message leaves a node.
     """
     turns = shape.turns(rails or shape.ranks_per_node)
     both = Load(combined_bytes=turns * combined)
@@ -188,9 +188,10 @@ _MOST_SIZE, _MOST_SEGMENTS = 512, 16  # ranks and segments of a simulated double
 def _slowest_path(algorithm: str, size: int, num_segments: int) -> tuple[float, float, float]:
     """Return the numbers of latencies, sent pieces and combined pieces on the slowest path.
 
-    Each number is the result of a simulation in which only this part of a message takes time. For
-    many ranks or segments the numbers are extrapolated: each doubling of the ranks adds a level to
-    both trees, and each segment adds a constant.
+    Three simulations give the numbers: in the first only latency takes time, in the second only
+    sending, in the third sending and combining. For many ranks or segments the numbers are
+    extrapolated: each doubling of the ranks adds a level to both trees, and each segment adds a
+    constant.
     """
     if size > _MOST_SIZE:  # the remainder determines the shape of the trees
         fewer = _slowest_path(algorithm, size // 256 * 128 + size % 128, num_segments)
@@ -209,8 +210,8 @@ def _slowest_path(algorithm: str, size: int, num_segments: int) -> tuple[float, 
         return float(Clocks(np.zeros(size), 1.0, machine, 1.0).take(steps).max())
 
     sent = slowest_s(0.0, 1.0)
-    # Here combining takes 3/2 of the time of sending. The number of combined pieces is then also
-    # accurate for faster and for slower combinations.
+    # Here combining takes 3/2 of the time of sending. The resulting number of combined pieces is
+    # also accurate if combining is faster or slower than that.
     return slowest_s(1.0, math.inf), sent, (slowest_s(0.0, 1.0, 2 / 3) - sent) * 2 / 3
 
 
@@ -226,7 +227,7 @@ def between_nodes(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> tu
 
 
 def around(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> tuple[Load, Load]:
-    """Return two loads of codec and node memory: before and after the messages between nodes."""
+    """Return the loads of codec and node memory, before and after the messages between nodes."""
     local, codec, before, after = machine.ranks_per_node, codec_cost(spec.codec), Load(), Load()
     rails = min(spec.rails, local)
     if machine.nodes > 1 or (local > 1 and not rails):
@@ -243,7 +244,7 @@ def around(machine: Machine, num_bytes: float, spec: AllreduceSpec) -> tuple[Loa
 
 
 def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> AllreduceSpec:
-    """Return the fastest algorithm and number of rails; the algorithm ``slices`` for one node."""
+    """Return the fastest algorithm with its number of rails; on one node always ``slices``."""
     local = machine.ranks_per_node
     if machine.nodes == 1:
         return AllreduceSpec("slices", rails=1)

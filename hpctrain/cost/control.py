@@ -18,11 +18,11 @@ class Calls(NamedTuple):
     """Collective calls on small values, over N ranks."""
 
     gathers: int = 0
-    """Number of gathers of objects and of barriers. In each of them, each rank sends a message in
-    each of ceil(log2 N) rounds."""
+    """Number of barriers and of gathers of objects. Each of these calls has ceil(log2 N) rounds,
+    in each of which every rank sends a message."""
     trees: int = 0
-    """Number of passes through a binomial tree of N - 1 messages: a broadcast has 1, an all-reduce
-    2."""
+    """Number of passes through a binomial tree, each with N - 1 messages. A broadcast has one
+    pass, an all-reduce has two."""
 
     def messages(self, size: int) -> int:
         """Return the number of messages of all ranks."""
@@ -37,11 +37,12 @@ class ControlPart(NamedTuple):
     """Messages of an operation over all ranks."""
 
     world: Calls = Calls()
-    between: Calls = Calls()  # further calls over all ranks if there are several nodes
+    between: Calls = Calls()  # additional calls over all ranks if there are several nodes
     node: Calls = Calls()  # calls over the ranks of each node
     rails: Calls = Calls()  # calls over the ranks of each rail
     decisions: int = 0
-    """All-reduces of a few numbers, in node memory and by recursive doubling on one rail."""
+    """Number of all-reduces of a few values, each in node memory and by recursive doubling on one
+    rail."""
     gathered_bytes: int = 0
     """Approximate bytes of each rank that all ranks receive."""
     rooted_bytes: int = 0
@@ -53,7 +54,7 @@ class ControlPart(NamedTuple):
         return ControlPart(world, between, node, rails, *map(operator.add, self[4:], other[4:]))
 
     def messages(self, machine: Machine) -> int:
-        """Return the number of messages of all ranks, with a rail for each rank of a node."""
+        """Return the number of messages of all ranks; each rank of a node has its own rail."""
         nodes, local, size = machine.nodes, machine.ranks_per_node, machine.num_ranks
         found = self.world.messages(size) + nodes * self.node.messages(local)
         if nodes == 1:
@@ -101,11 +102,11 @@ PARTS = {
         between=Calls(trees=10),
         node=Calls(gathers=2),
         decisions=9,
-        gathered_bytes=50,  # three times of the save
-        rooted_bytes=140,  # a file's record in the manifest, as with one rank per node
+        gathered_bytes=50,  # three durations that each rank has measured
+        rooted_bytes=140,  # record of a file in the manifest; exact for one rank per node
     ),
     "load": _LOAD,
-    # Assumed and not tested: MPI agreements about lost ranks use a tree up and down.
+    # Not tested: the MPI agreements on the lost ranks are assumed to use trees, up and down.
     "recovery": _START + _LOAD + ControlPart(Calls(trees=10)),
 }
 """Parts of a run by name, for replicated state and checkpoints with one file per node."""

@@ -1,9 +1,9 @@
 """Extrapolation of measured step times to more ranks, with a prediction interval.
 
-Models are sums of the time of computing and of overheads that grow with ranks or nodes, with
-non-negative coefficients. Several models usually fit a few sizes equally well, but differ at
-larger sizes. This difference is most of the uncertainty, so the interval covers every model that
-fits.
+A model is a power law, or a sum of computing time and of overheads that grow with ranks or nodes;
+the coefficients of the sum are not negative. Several models usually fit a few measured sizes
+equally well, but differ at larger sizes. This difference is the largest part of the uncertainty,
+so the interval contains the predictions of all models that fit.
 """
 
 import math
@@ -22,7 +22,7 @@ LEAST_SIZES = 3
 NUM_RESAMPLES = 100
 CONFIDENCE = 0.95
 
-_ROUNDING = 1e-6  # relative error of a model that fits exactly
+_ROUNDING = 1e-6  # relative rounding error of a model that fits exactly
 
 _OVERHEADS: tuple[Callable[[float], float], ...] = (
     lambda n: (n - 1) / n,  # bandwidth of a ring, serial work
@@ -60,17 +60,19 @@ class Extrapolation:
 def extrapolate(
     measured: Sequence[MeasuredSize], target: Size, mode: Literal["strong", "weak"]
 ) -> Extrapolation:
-    """Predict the step time of ``target`` from two or more measured sizes of increasing ranks.
+    """Predict the step time of ``target`` from two or more measured sizes.
 
-    The interval contains the predictions of all models that fit the sizes, each with the noise of
-    the repeats by the bootstrap. With ``LEAST_SIZES`` or more, the largest measured size is first
-    predicted from the others: an error outside of its interval widens the interval of ``target``,
-    in proportion to the logarithm of the growth.
+    The interval contains the predictions of all models that fit the sizes, and the noise of the
+    repeats, which the bootstrap estimates. With ``LEAST_SIZES`` or more sizes, the largest
+    measured size is also predicted from the others. If its measured time is outside of that
+    predicted interval, the interval of ``target`` is widened by the error. The error is assumed to
+    grow with the logarithm of the number of ranks.
 
     Args:
-        measured: sizes with their repeats, in the order of ranks.
+        measured: sizes with their repeats, by increasing number of ranks.
         target: size to predict, larger than all measured sizes.
-        mode: ``strong`` divides constant work among the ranks; ``weak`` gives each the same work.
+        mode: ``strong``: constant work is divided among the ranks; ``weak``: the work of each rank
+            is constant.
 
     Source: Calotoiu et al. 2013, "Using automated performance modeling to find scalability bugs in
     complex codes", for models of few terms; Efron 1979 for the bootstrap.
@@ -141,9 +143,9 @@ def _non_negative(matrix: Vector, targets: Vector) -> Vector:
 
 
 def _terms(sizes: Sequence[Size], mode: Literal["strong", "weak"]) -> Vector:
-    """Return the terms of each size, as columns: computing, then overheads.
+    """Return a row of terms for each size: the computing time first, then the overheads.
 
-    Overheads of nodes have columns if the sizes use different numbers of nodes.
+    The row contains overheads of nodes only if the measured sizes have different numbers of nodes.
     """
     counts = [[each.ranks for each in sizes]]
     if len({each.nodes for each in sizes[:-1]}) > 1:
@@ -154,7 +156,7 @@ def _terms(sizes: Sequence[Size], mode: Literal["strong", "weak"]) -> Vector:
 
 
 def _samples(measured: Sequence[MeasuredSize]) -> Vector:
-    """Return medians per size, as rows: first of all repeats, then of each resampling."""
+    """Return a row for each size: the median of the repeats, then of each bootstrap resample."""
     random = np.random.default_rng(0)
     rows = []
     for each in measured:

@@ -34,8 +34,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
     """Return the fraction of the time spent on work that no failure destroys (equation 20).
 
-    ``mtbf_s`` refers to all nodes together, ``interval_s`` is the computation between two
-    checkpoints. Failures are random, also during a checkpoint or a restart.
+    ``mtbf_s`` is the mean time between failures of all nodes together; ``interval_s`` is the
+    computing time between two checkpoints. Failures are random, also during a checkpoint or a
+    restart.
     """
     if math.isinf(mtbf_s):
         return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + cost_s)

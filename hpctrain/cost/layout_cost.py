@@ -4,10 +4,10 @@ Ranks are placed as in ``hpctrain.parallel``: ranks of a tensor parallel group a
 context, pipeline and data parallel groups have increasing distances. A tensor parallel group also
 splits the sequence, so the group uses all-gather and reduce-scatter instead of all-reduce.
 Pipeline stages alternate between forward and backward of micro-batches. If the number of layers is
-not a multiple of the number of stages, the first stages have one more layer; the real step can
-then be faster than predicted, by the time in which the slowest stage does not wait. If ranks share
-cores, waiting ranks yield the core, and messages use cores that could compute, so no messages
-overlap with computation.
+not a multiple of the number of stages, the first stages have one more layer. The real step can
+then be faster than predicted, because the slowest stage may wait less than the model assumes. If
+ranks share cores, waiting ranks yield the core, and messages use cores that could compute, so no
+messages overlap with computation.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
@@ -28,7 +28,7 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
 SCHEDULES = ("1f1b", "zero_bubble")
-"""Pipeline schedules: undivided backward passes, or weight gradients computed during waits."""
+"""Pipeline schedules; ``zero_bubble`` computes weight gradients while a stage would wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,22 +38,22 @@ class ParallelLayout:
     tp: Number = 1
     """Ranks that share the matrices of a layer."""
     pp: Number = 1
-    """Stages."""
+    """Pipeline stages; each stage has a part of the layers."""
     dp: Number = 1
     """Ranks that share the batch."""
     cp: Number = 1
-    """Ranks that share a sample."""
+    """Ranks that share the sequence of a sample."""
     zero: Annotated[int, Bounds(least=0, below=4)] = 0
-    """ZeRO stage: with 1 data parallel ranks divide the optimizer state, with 2 also gradients,
-    with 3 also parameters."""
+    """ZeRO stage. The data parallel ranks divide the optimizer state (1), also the gradients (2),
+    or also the parameters (3)."""
     micro_batch: Number = 1
     """Samples of a micro-batch."""
     recompute: Annotated[str, Bounds(names=RECOMPUTE)] = "none"
     """Activations that backward recomputes."""
     virtual: Number = 1
-    """Interleaved stages of each rank."""
+    """Number of interleaved pipeline stages on each rank."""
     schedule: Annotated[str, Bounds(names=SCHEDULES)] = "1f1b"
-    """Order of micro-batches in a stage."""
+    """Order in which a stage processes micro-batches."""
 
     def __str__(self) -> str:
         axes = f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} zero={self.zero}"
@@ -72,7 +72,7 @@ class Memory(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Seconds of a step by cause, without communication that overlaps with computation."""
+    """Seconds of a step by cause; communication that overlaps with computation is not counted."""
 
     compute_s: float
     recompute_s: float
@@ -88,7 +88,7 @@ class Group(NamedTuple):
     """A group of communicating ranks; all groups of a node communicate concurrently."""
 
     size: int
-    inside: int  # ranks on one node; 1 if all messages leave nodes
+    inside: int  # ranks of the group on the same node; 1 if all messages leave the node
     per_card: int  # ranks of a node that share a NIC
 
     def moved(self, num_bytes: float, times: float = 1) -> Load:
@@ -110,9 +110,9 @@ class Group(NamedTuple):
 
 
 def inside(ranks_per_node: int, inner: int, size: int) -> int:
-    """Return the number of consecutive blocks, each of ``inner`` ranks, that surely share a node.
+    """Return how many consecutive blocks of a group are guaranteed to be on the same node.
 
-    A group of ranks consists of ``size`` blocks.
+    The group consists of ``size`` blocks of ``inner`` ranks each.
     """
     return math.gcd(ranks_per_node // inner, size) if ranks_per_node % inner == 0 else 1
 
@@ -120,11 +120,12 @@ def inside(ranks_per_node: int, inner: int, size: int) -> int:
 class Placed:
     """Cost model of a transformer on a machine, for layouts with the same parallel axes.
 
-    The layouts in method arguments must have the axes of ``axes``. The product of the axes must be
-    the number of ranks, and dp times the micro-batch must divide the batch.
+    Layouts that are passed to the methods must have the same parallel axes as ``axes``. The
+    product of the axes must be the number of ranks, and dp times the micro-batch must divide the
+    batch.
 
     Args:
-        machine: machine, with its number of ranks.
+        machine: machine; all its ranks are used.
         model: the transformer.
         axes: layout with the parallel axes; its other fields are not used.
         batch: samples of a step, over all ranks.
@@ -146,7 +147,8 @@ class Placed:
         self._shared = tp * cp  # ranks among which activations are divided
         self._turns = machine.turns(local)
         self._most = -(-model.layers // pp)
-        # For the first and the last stage: layers, embedding parameters, has the output layer.
+        # For the first and the last stage: number of layers, number of embedding parameters, and
+        # whether the stage has the output layer.
         self._ends = [(self._most, model.embeddings, True)]
         if pp > 1:
             first, last = (self._most, model.embedding), (model.layers // pp, model.embedding)
@@ -162,13 +164,14 @@ class Placed:
     def bubble(self, one: ParallelLayout) -> float:
         """Return the fraction of a step in which a pipeline stage waits, if stages are equal.
 
-        For zero bubble, forward and both halves of backward are assumed to take equally long.
+        With ``zero_bubble``, backward has two halves; forward and each half are assumed to take
+        equally long.
         """
         thirds = 3 if one.schedule == "zero_bubble" else 1
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
     def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
-        """Return the number of micro-batches of stored activations, on first and last stage."""
+        """Return how many micro-batches have stored activations, on the first and last stage."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
             return (min(num_micro, pp),) * 2
@@ -200,9 +203,9 @@ class Placed:
         return max(found, key=sum)
 
     def _share_s(self, one: ParallelLayout) -> float:
-        """Return the seconds of a micro-batch for one operation (FLOP) per sample.
+        """Return the seconds of a micro-batch if each sample needs one floating-point operation.
 
-        All ranks of a node are assumed to compute.
+        All ranks of a node are assumed to compute at the same time.
         """
         return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
 
@@ -212,7 +215,7 @@ class Placed:
         Args:
             seconds: time of the messages.
             concurrent_s: time of the computation.
-            least_s: least exposed time.
+            least_s: lower bound of the result.
         """
         return max(seconds - concurrent_s, least_s) if self._turns == 1 else seconds
 
@@ -241,8 +244,9 @@ class Placed:
     def _loads(self, one: ParallelLayout, layers: float) -> tuple[Load, Load]:
         """Return the loads of tensor parallel and context parallel messages per micro-batch.
 
-        Each pass through a layer gathers activations twice and scatters them twice, and sends keys
-        and values around a ring. In the backward pass the ring also sends their gradients.
+        Each pass through a layer gathers activations twice and scatters activations twice; keys
+        and values are sent around a ring. In the backward pass, the gradients of keys and values
+        are sent around the ring too.
         """
         whole, steps = one.micro_batch * self.model.input_bytes, one.cp - 1
         tensor = layers * (3 if one.recompute == "full" else 2)
@@ -289,8 +293,8 @@ class Placed:
     def _data_s(self, zero: int, num_micro: int, layer: dict[str, float]) -> float:
         """Return the exposed seconds of messages with gradients and sharded parameters.
 
-        The messages are sent layer by layer, concurrently with the pass that produces gradients or
-        needs parameters. The messages of one layer are always exposed.
+        Gradients are sent layer by layer during the backward pass, and parameters during the pass
+        that needs the parameters. At least the messages of one layer are exposed.
         """
         most, model = self._most, self.model
         forward_s = most * layer["compute_s"] / 3

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit into memory; other layouts are counted by reason."""
+"""Search for the fastest layouts that fit into memory; rejected layouts are counted by reason."""
 
 import heapq
 import math
@@ -17,10 +17,10 @@ from hpctrain.cost.layout_cost import SCHEDULES, Memory, ParallelLayout, Placed,
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
-# zero_bubble divides backward into two passes, but torch keeps recomputed activations for one.
+# With zero_bubble, backward has two passes, but torch keeps recomputed activations for only one.
 NOT_TOGETHER = ("selective", "zero_bubble")
-MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
-MOST_NODES = 1 << 14  # limit of the search for enough memory
+MOST_VIRTUAL = 4  # most stages of a rank to try, unless the rules fix the number
+MOST_NODES = 1 << 14  # most nodes to try when a message suggests a number of nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class LayoutRules(CheckedFields):
     """Fixed values of a ``ParallelLayout``, by name."""
     tp_across_nodes: bool = False  # whether tensor parallel groups may span nodes
     memory_part: Annotated[float, Bounds(above=0)] = 0.9
-    """Fraction of the memory of a rank for the modelled bytes.
+    """Fraction of a rank's memory that the modelled tensors may use.
 
     The remaining memory is for libraries and fragmentation.
     """
@@ -79,10 +79,10 @@ class LayoutAdvice:
     """Result of a search: the fastest layouts, and counts of the rejected meshes and layouts."""
 
     best: tuple[LayoutChoice, ...]  # the fastest first
-    num_meshes: int  # divisions of the ranks by tp, pp, dp and cp
-    num_layouts: int  # layouts of meshes that obey the rules
-    broken: dict[str, int]  # number of meshes by the first broken rule
-    lost: dict[str, int]  # number of layouts by the reason against them
+    num_meshes: int  # number of divisions of the ranks into axes tp, pp, dp and cp
+    num_layouts: int  # number of layouts of the meshes that obey the rules
+    broken: dict[str, int]  # for each rule, the number of meshes that it rejected
+    lost: dict[str, int]  # for each reason, the number of layouts rejected for this reason
 
 
 def best_layouts(
@@ -90,9 +90,9 @@ def best_layouts(
 ) -> LayoutAdvice:
     """Return the ``keep`` fastest layouts that fit into memory.
 
-    The result also counts the reasons against the other layouts. Among equally fast layouts, the
-    search prefers larger pieces per rank, because processors compute larger pieces faster; then
-    less memory; then fewer divisions.
+    The result also counts the rejected layouts by reason. Among equally fast layouts, the search
+    prefers larger pieces per rank, because processors compute larger pieces faster; then less
+    memory; then fewer divisions.
 
     Raises:
         ConfigError: no layout obeys the rules, or no layout fits into memory.
@@ -142,7 +142,7 @@ def _rounded(value: float) -> float:
 
 
 def _reason(terms: Terms, best: Terms) -> str:
-    """Return the reason against a layout: the term that adds most time to the best layout."""
+    """Return why a layout is slower than the best one: the term with the largest difference."""
     if _rounded(sum(terms)) == _rounded(sum(best)):
         return "equally fast, with smaller pieces or more memory"
     more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}
@@ -187,7 +187,7 @@ class _Space:
         return next((rule for rule, is_broken in broken.items() if is_broken), "")
 
     def _orders(self, one: ParallelLayout, micro_batch: int) -> list[tuple[int, str]]:
-        """Return the pairs (stages per rank, schedule) that torch supports for the batch."""
+        """Return the pairs (stages per rank, schedule) that torch supports and the rules allow."""
         found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
         # torch interleaves in rounds of pp micro-batches.
         if pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0:
@@ -206,8 +206,9 @@ class _Space:
     def variants(self) -> Iterator[tuple[Placed, Callable[..., ParallelLayout], list[int]]]:
         """Yield all layouts, grouped by everything except the size of the micro-batch.
 
-        An item has the mesh, a function that returns the layout for the keyword argument
-        ``micro_batch``, and the possible sizes, smallest first. Equivalent layouts are omitted.
+        Each item contains the mesh; a function that returns the layout for the keyword argument
+        ``micro_batch``; and the possible values of ``micro_batch``, smallest first. Equivalent
+        layouts are omitted.
         """
         fixed = {name: [value] for name, value in self.rules.fixed.items()}
         modes = [

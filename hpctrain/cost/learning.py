@@ -42,9 +42,9 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 
 
 def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
-    """Return the number of samples with which training reaches a given loss, for a batch size.
+    """Return the number of samples that training needs to reach a loss with this batch size.
 
-    This number is ``samples`` for a very small ``batch``, and twice as large if ``batch`` is
+    The result is ``samples`` for a very small ``batch``, and twice as large if ``batch`` equals
     ``noise_scale`` (equation 2.11).
     """
     return samples * (1 + batch / noise_scale)
@@ -63,6 +63,7 @@ def fewest_rounds(condition: float, accuracy: float) -> float:
     """Return a lower bound of the rounds in which ranks with different data minimize a loss.
 
     The bound holds up to a constant factor for smooth, strongly convex losses with the condition
-    number ``condition``. The rounds end when the excess loss is multiplied by ``accuracy``.
+    number ``condition``. The rounds end when the excess loss has decreased to ``accuracy`` times
+    its initial value.
     """
     return math.sqrt(condition) * math.log(1 / accuracy)

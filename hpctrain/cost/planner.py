@@ -22,7 +22,7 @@ less, so that a doubling costs at most 50 % more node-hours."""
 GAIN = 0.95
 """The planner uses a codec or local steps if they reduce the time to this fraction or less. Both
 change the results of training, and the cost models are not exact."""
-SLOWEST, FASTEST = 1e3, 1e15  # bytes per second, limits of the search for the break-even
+SLOWEST, FASTEST = 1e3, 1e15  # bytes per second, limits of the search for ``pays_below``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class Goal(CheckedFields):
         ConfigError: a value is invalid.
     """
 
-    samples: Amount  # needed for the goal in batches of ``batch``
+    samples: Amount  # number of samples that reach the goal with batches of size ``batch``
     batch: Number
-    """Samples of a step over all ranks, for which ``samples`` is given. The planner changes this
-    batch only if ``noise_scale`` is finite, since it predicts the samples of other batches."""
+    """Samples of a step over all ranks, for which ``samples`` is given. The planner tries other
+    batches only if ``noise_scale`` is finite, since their ``samples`` depend on it."""
     noise_scale: Positive = math.inf  # samples, see ``learning.noise_scale``
     deadline_s: Positive = math.inf
-    max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
+    max_local_steps: Number = 1  # steps per averaging of parameters; 1: average gradients
     codecs: tuple[str, ...] = tuple(CODECS)
     """Allowed codecs, see ``collectives.codec_cost``; ``none`` is always allowed."""
 
@@ -92,8 +92,8 @@ class Payoff:
     codec: str
     local_steps: int
     step: StepTime
-    saves: float  # fraction of the step time, negative for a loss
-    pays_below: float  # NIC bytes per second below which this is faster; 0 never, inf always
+    saves: float  # saved fraction of the step time; negative if the step takes longer
+    pays_below: float  # saves time below this NIC bandwidth in bytes/s; 0: never, inf: always
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Advice:
     """Result of the planner: the best candidates, and the benefit of more nodes and of codecs."""
 
     best: Candidate
-    next_best: tuple[Candidate, ...]  # three more: first the best with another codec or method
-    by_nodes: tuple[Candidate, ...]  # the best on each number of nodes, fewest first
+    next_best: tuple[Candidate, ...]  # three more, the best of each other method first
+    by_nodes: tuple[Candidate, ...]  # best candidate for each number of nodes, fewest nodes first
     pays_up_to: int  # largest worthwhile number of nodes
     payoffs: tuple[Payoff, ...]  # effect of each codec and of local steps
     reason: str  # rule that selected ``best``
@@ -176,7 +176,7 @@ def _pays_up_to(by_nodes: list[Candidate]) -> int:
 
 
 def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidate]:
-    # Codecs with equal cost have equal predictions, so the planner tries one of these codecs.
+    # Codecs with equal cost have equal predictions, so the planner tries only one of them.
     codecs = {codec_cost(name): name for name in ("none", *goal.codecs)}.values()
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
@@ -200,7 +200,7 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
 def _step(
     machine: Machine, model: Model, share: float, spec: AllreduceSpec, local_steps: int
 ) -> StepTime:
-    """Return the time of a step, with its header and stop check; local steps share a header."""
+    """Return the time of a step, including a stop check and a header, which local steps share."""
     found = step_time(machine, model, share, spec, local_steps=local_steps)
     header_s, stop_s = (control.PARTS[each].seconds(machine) for each in ("step", "stop check"))
     return replace(found, exposed_s=found.exposed_s + header_s / local_steps + stop_s)
@@ -212,9 +212,10 @@ def _fastest(machine: Machine, model: Model, codec: str) -> AllreduceSpec:
 
 
 def _local_steps(machine: Machine, goal: Goal, batch: int) -> list[int]:
-    """Return the numbers of local steps, powers of two, that converge as fast as one local step.
+    """Return the numbers of local steps to try: powers of two up to ``most_local_steps``.
 
-    The largest number is ``most_local_steps``, a limit that was proved for convex losses.
+    Up to this limit, which was proved for convex losses, training converges as fast as with one
+    local step.
     """
     share, num_steps = batch / machine.num_ranks, goal.samples_at(batch) / batch
     most = min(goal.max_local_steps, most_local_steps(num_steps, machine.num_ranks, share))
@@ -255,7 +256,7 @@ def _numbers_of_nodes(most: int) -> list[int]:
 
 
 def _batches(goal: Goal) -> list[int]:
-    """Return the batch of the goal times powers of two, up to 8 noise scales."""
+    """Return the batch of the goal times powers of two, up to 8 times the noise scale."""
     is_known = math.isfinite(goal.noise_scale)
     return [goal.batch * k for k in _powers(8 * goal.noise_scale / goal.batch if is_known else 1)]
 

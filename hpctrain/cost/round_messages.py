@@ -1,4 +1,4 @@
-"""Messages of the rounds of a schedule, the links that they share, and the time that they take."""
+"""Simulation of a schedule: the messages of each round, the links they share, and their times."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -16,18 +16,18 @@ Numbers = NDArray[np.float64]
 Times = NDArray[np.float64]
 """Seconds, one value per rank."""
 
-_LOOK_EACH = 32  # number of rounds between two checks for a constant duration of equal rounds
+_LOOK_EACH = 32  # every 32 equal rounds, a check whether their duration has become constant
 
 
 class Messages(NamedTuple):
     """Concurrent messages of a round, at most one from each rank."""
 
-    senders: Indices  # index into ``members``, group by group
+    senders: Indices  # indices into the flattened array ``members``
     receivers: Indices | None  # None if every member receives, in order
     crosses: Numbers  # 1 for a message that leaves its node, else 0
     climbs: Numbers  # 1 for a message that leaves its leaf switch
     width: Numbers
-    """Slowdown of a message between nodes by concurrent messages on the same link."""
+    """Factor by which concurrent messages on the same link slow down a message between nodes."""
 
 
 class Step(NamedTuple):
@@ -40,11 +40,14 @@ class Step(NamedTuple):
 
 
 SchedulePhase = tuple[list[Step], int, bool]
-"""Steps of a phase, its ``lead``, and True if each round waits for its own sends."""
+"""Steps of a phase, ``lead`` of the phase, and True if each round waits for its own sends."""
 
 
 def members(machine: MachineShape, rails: int) -> Indices:
-    """Return the groups of ranks that reduce between nodes, one per row: rails or all ranks."""
+    """Return the groups of ranks that reduce between nodes, one group per row.
+
+    Each rail is a group. Without rails, all ranks are one group.
+    """
     ranks = np.arange(machine.num_ranks)
     return ranks.reshape(machine.nodes, -1)[:, :rails].T if rails else ranks[None]
 
@@ -72,7 +75,7 @@ def phases(
 
 
 def _messages(source: Indices, groups: Indices, machine: MachineShape) -> Messages:
-    """Return the messages of a round, in which each member of a group receives from ``source``."""
+    """Return the messages of a round; member i of each group receives from ``source[i]``."""
     firsts = np.arange(0, groups.size, groups.shape[1])[:, None]
     to = np.flatnonzero(source != NOBODY)
     senders, receivers = (firsts + source[to]).ravel(), (firsts + to).ravel()
@@ -102,7 +105,7 @@ class Clocks:
         self._ready = ready
         self._sent = np.full_like(ready, -np.inf)
         self._received = np.full_like(ready, -np.inf)
-        self._delivered = np.full_like(ready, -np.inf)  # arrival of sent messages
+        self._delivered = np.full_like(ready, -np.inf)  # when sent messages have arrived
         self._piece_bytes = piece_bytes
         self._machine, self._turns = machine, turns
 
@@ -158,9 +161,9 @@ class Clocks:
 
 
 def _growth(pairs: Iterable[tuple[Times, Times]]) -> float | None:
-    """Return the increase of all times in a round, or None if the increases differ.
+    """Return the increase of the times in a round if all ranks have the same, else None.
 
-    After an equal increase, all later rounds of this kind take the same time.
+    If all ranks have the same increase, all later rounds of this kind take the same time.
     """
     grown = [now - before for now, before in pairs]
     least, most = (float(f([f(each) for each in grown])) for f in (np.min, np.max))

@@ -2,8 +2,8 @@
 
 The argument ``rank`` of a function is either the index of one rank, for the execution in
 ``hpctrain.comm.rail.algorithms``, or an array of all ranks, for ``hpctrain.cost.step``. The
-docstrings state times for N ranks and a message of m bytes, where the latency is a seconds and
-each byte takes b seconds. Not collective.
+docstrings state times for N ranks and a message of m bytes, where a is the latency and b is the
+time per byte. No function is collective.
 
 Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations
 in MPICH"; for the ring, Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -28,8 +28,8 @@ NOBODY = -1
 COPY, COMBINE, COMBINE_BEHIND = range(3)
 """Actions of a receiver: replace the local data, or combine them with the received data.
 
-The local data are the first operand of ``COMBINE`` and the second of ``COMBINE_BEHIND``, which
-requires a message of all pieces.
+The local data are the first operand of ``COMBINE``, and the second operand of ``COMBINE_BEHIND``.
+A message with the action ``COMBINE_BEHIND`` must contain all pieces.
 """
 
 
@@ -53,9 +53,9 @@ class Phase(NamedTuple):
     ahead: int = 1
     """Number of receives that are posted in advance."""
     window: float = 0
-    """Number of sends that may be in flight during a combination.
+    """Number of sends that may be in flight while the rank combines received data.
 
-    0 if a combination writes memory that sends read.
+    0 if a combination writes to memory from which the sends read.
     """
     runs: Sequence[tuple[Round, int]] = ()
     """Groups of consecutive rounds that differ only in their pieces, as pairs: the first round of
@@ -72,7 +72,7 @@ def even_cut(numel: int, num_pieces: int) -> list[int]:
 
 
 def halved_cut(numel: int, num_pieces: int) -> list[int]:
-    """Return the bounds of the pieces if a message is halved repeatedly."""
+    """Return the bounds of the pieces that result from halving a message repeatedly."""
     bounds = [0, numel]
     while len(bounds) <= num_pieces:
         bounds = [0] + [b for start, stop in pairwise(bounds) for b in ((start + stop) // 2, stop)]
@@ -100,12 +100,12 @@ class Schedule:
 
 
 class Fold(NamedTuple):
-    """Pairs of ranks that reduce the number of participating ranks to a power of two."""
+    """Pairs of ranks. One rank of each pair participates, so the number of participants is 2^k."""
 
     power: int
     num_pairs: int
     """Number of pairs. The ranks below ``2 * num_pairs`` form pairs (0, 1), (2, 3), ...; the even
-    rank of a pair participates for both ranks."""
+    rank of a pair participates on behalf of both ranks."""
     place: Each  # index among the participating ranks, or ``NOBODY``
     other: Each  # other rank of the pair, or ``NOBODY``
 
@@ -115,7 +115,7 @@ class Fold(NamedTuple):
 
 
 def fold(rank: Each, size: int) -> Fold:
-    """Return the pairs that reduce ``size`` ranks to a power of two, as seen by ``rank``."""
+    """Return the pairs for ``size`` ranks, and the place of ``rank`` in the pairs."""
     power = _power_below(size)
     num_pairs = size - power
     paired = rank < 2 * num_pairs
@@ -152,9 +152,9 @@ def _doubling(rank: Each, size: int) -> Iterator[Round]:
 def _halving(rank: Each, size: int) -> Iterator[Round]:
     """Yield a reduce-scatter by recursive halving, then an all-gather in the reverse order.
 
-    The time is about 2 log2(N) a + 2(N-1)/N m b for N a power of two, which is the minimum of
-    bytes. For other N, the fold adds 3 rounds and up to 3/2 m b: each pair first combines its
-    data on the even rank; finally the even rank sends the result to the odd rank.
+    If N is a power of two, the time is about 2 log2(N) a + 2(N-1)/N m b; no algorithm sends fewer
+    bytes. For other N, the pairs of ``fold`` add 3 rounds and up to 3/2 m b: each pair first
+    combines its data on the even rank; finally the even rank sends the result to the odd rank.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -185,7 +185,7 @@ def _ring(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     Part p is complete on rank p-1. The time is about 2(N-1) a + 2(N-1)/N m b. 16-bit floats are
     rounded at each of the N-1 combinations.
 
-    Differs: a rank sends each segment of a part immediately after its combination.
+    Differs: a rank sends each segment of a part as soon as the segment is combined.
     """
     steps = range(2 * size - 2)
     yield Phase(
@@ -209,7 +209,7 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 
 
 def _tree(rank: Each, size: int) -> Iterator[Round]:
-    """Yield a binomial tree: children are at distances 1, 2, 4, ... below the lowest set bit.
+    """Yield a binomial tree: rank r has children r+1, r+2, r+4, ... below the lowest set bit of r.
 
     The parent combines the subtrees in order of distance. The time is about 2 log2(N) (a + m b),
     which is slower than doubling on an idle network, but sends only 2(N-1) messages in total.
@@ -231,8 +231,8 @@ def _double_tree(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     message at most twice. The first segment of s bytes takes 4 log2(N) (a + s b); the other
     segments take 4 to 5 m b more.
 
-    Differs: messages are not coloured by rounds, so segments take 4 m b instead of 2 m b; all
-    ranks belong to both trees, whose roots differ.
+    Differs: messages are not coloured by rounds, so segments take 4 m b instead of 2 m b. All
+    ranks belong to both trees, and the trees have different roots.
     """
     up = list(_levels(rank, size, num_segments))
     down = [[_answer(each) for each in level] for level in reversed(up)]
@@ -251,9 +251,9 @@ def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
     """Yield the messages of a pipeline: in each step each segment advances by one tree level.
 
     Within a step the segments that arrived in the previous step are sent first, so a rank does not
-    wait for two messages in succession. A leaf of one tree may be the root of the other tree. As a
-    leaf, such a rank is several segments ahead, by the height of the trees. Segments could not be
-    pipelined if a rank processed the same segment in both trees.
+    wait for two messages in succession. A rank may be a leaf of one tree and the root of the other
+    tree. As a leaf, such a rank is ahead by as many segments as the trees have levels. If the rank
+    processed the same segment in both trees, segments could not be pipelined.
     """
     for step in range(num_segments + len(levels) - 1):
         for level in reversed(range(len(levels))):
@@ -284,7 +284,11 @@ def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
 
 
 def _up(rank: Each, size: int, tree: int, level: int, child: int) -> tuple[Each, Each]:
-    """Return destination and source of a rank's message to a parent at ``level`` of one tree."""
+    """Return the parent to send to and the child to receive from, or ``NOBODY`` for each.
+
+    The messages are those of one tree from the children with index ``child`` to the parents at
+    ``level``.
+    """
     place = tree_place(rank, size, tree)
     above = tree_place(place.parent, size, tree)
     is_next = (above.level_bit == 1 << level) & (above.children[child] == rank)
@@ -303,9 +307,9 @@ class TreePlace(NamedTuple):
 def tree_place(rank: Each, size: int, tree: int) -> TreePlace:
     """Return parent and children of a rank in tree 0 or 1.
 
-    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. Tree 1 is the
-    mirror image of tree 0 if the number of ranks is even, and tree 0 shifted by one rank if the
-    number is odd. In both cases no rank has children in both trees.
+    Tree 0 is an in-order tree: with ranks counted from 1, odd ranks are leaves. If ``size`` is
+    even, tree 1 is the mirror image of tree 0; otherwise tree 1 is tree 0, shifted by one rank. In
+    both cases no rank has children in both trees.
     """
 
     def rank_of(number: Each) -> Each:

@@ -1,10 +1,10 @@
 """Time of a training step, by formula and by simulation, with slow ranks and overlap.
 
-The simulation takes the messages of all-reduces from ``hpctrain.cost.schedules``, which the ranks
-execute; all messages of a round are simulated together. A message takes the latency of its link
-plus its bytes over the bandwidth, and a send ends when the message has arrived. Ports are full
-duplex and send one message after the other in each direction; messages of a round share the
-bandwidth of a common NIC, or of the uplinks of a common leaf switch.
+The simulation sends the messages of ``hpctrain.cost.schedules``, the same messages that ranks send
+in a real all-reduce. All messages of a round are simulated together. A message takes the latency
+of its link plus its bytes divided by the bandwidth; a send ends when the message has arrived.
+Ports are full duplex and send one message after the other in each direction. Messages of a round
+share the bandwidth of a common NIC, or of the uplinks of a common leaf switch.
 """
 
 import math
@@ -39,7 +39,10 @@ class Model(CheckedFields):
     bucket_bytes: Positive = 25 * MIB  # largest message with gradients
     overlap: bool = True  # whether gradients are sent during backward
     backward: Annotated[float, Bounds(least=0, most=1)] = 2 / 3
-    """Fraction of the computing time: forward multiplies once by every weight, backward twice."""
+    """Fraction of the computing time that is spent in the backward pass.
+
+    The forward pass multiplies once by every weight, the backward pass twice.
+    """
 
     @property
     def num_bytes(self) -> float:
@@ -52,10 +55,10 @@ class Model(CheckedFields):
         return max(1, math.ceil(self.num_bytes / self.bucket_bytes))
 
     def left_s(self, rank_share: float, done: float) -> float:
-        """Return the seconds of backward that remain after a fraction ``done`` of the gradients.
+        """Return the seconds that backward still takes when a part ``done`` of gradients is ready.
 
-        The backward pass of the last batch computes gradients at a constant number of bytes per
-        second.
+        ``done`` is a fraction, 0 to 1. The backward pass of the last batch is assumed to compute
+        gradients at a constant rate. The result is 0 if ``overlap`` is False.
         """
         last_s = min(rank_share, self.rank_batch) / self.samples_per_s
         return self.backward * last_s * (1 - done) if self.overlap else 0.0
@@ -127,7 +130,7 @@ def simulate_steps(  # noqa: PLR0913 - the arguments of ``step_time``, and the n
     A rank starts a step when it has the sums of the previous step; the number of steps is rounded
     up to a multiple of ``local_steps``. Buckets are sent one after another. The computing time of
     a rank in a step is a random number with the ``jitter`` of the machine; on slow nodes
-    this number is multiplied by ``slow_factor``. The same ``seed`` returns the same times.
+    this number is multiplied by ``slow_factor``. The same ``seed`` gives the same times.
     """
     checked("num_steps", num_steps, Number)
     random = np.random.default_rng(seed)
@@ -158,9 +161,15 @@ def least_step_s(
 ) -> float:
     """Return a lower bound of the seconds of a step that moves the given bytes.
 
-    The bound assumes complete overlap of communication and computation, the rounds of ``bound``,
-    and links that are all busy concurrently. Gradients of m bytes move at least
-    2 (N - 1) m between N nodes.
+    The bound assumes complete overlap of communication and computation, the number of rounds of
+    ``collectives.bound``, and links that are all busy at the same time.
+
+    Args:
+        machine: nodes and links.
+        compute_s: computing time of a rank.
+        network_bytes: bytes sent between nodes, summed over all nodes. The all-reduce of m bytes
+            over N nodes sends at least 2 (N - 1) m bytes.
+        node_bytes: bytes sent inside nodes, summed over all ranks.
     """
     between, inside = bound(machine, 0.0), bound(replace(machine, nodes=1), 0.0)
     loads = (
@@ -175,12 +184,13 @@ def allreduce_times(
 ) -> Times:
     """Return the time at which each rank has the sum over all ranks.
 
-    The times of codec and node memory, before and after the messages between nodes, are computed
-    by ``collectives.around``. Ranks of a node synchronize before and after these messages.
+    The messages between nodes are simulated. ``collectives.around`` computes the times of codec
+    and node memory before and after these messages. With rails, the ranks of a node synchronize
+    before and after the messages.
 
     Args:
         spec: algorithm, rails and codec.
-        num_bytes: length of the message.
+        num_bytes: size of the message.
         machine: ranks and links.
         start: time in seconds at which each rank starts the all-reduce; 0 by default.
 

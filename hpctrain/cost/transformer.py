@@ -27,19 +27,20 @@ class Transformer(CheckedFields):
     """
 
     parameters: Amount
-    """All trained parameters; parameters outside of embeddings are divided evenly among layers."""
+    """Number of trained parameters; all layers have equally many, not counting embeddings."""
     layers: Number
     hidden: Number  # elements per token between layers
     heads: Number
     sequence: Number = SEQUENCE  # tokens per sample
     vocabulary: Number = VOCABULARY
     tied: bool = True
-    """Whether output and embedding share weights; different stages then store a copy each."""
-    fused_attention: bool = False  # whether scores are not stored, as in FlashAttention
+    """Whether embedding and output layer share weights. If the two layers are on different
+    pipeline stages, each of the stages stores a copy."""
+    fused_attention: bool = False  # True if scores are not stored, as in FlashAttention
     parameter_bytes: Positive = 2.0
     gradient_bytes: Positive = 2.0
     optimizer_bytes: AtLeast0 = 12.0
-    """Per parameter; the default is for Adam: two moments and a float32 copy."""
+    """Bytes of optimizer state per parameter; default: Adam's two moments and a float32 copy."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if values contradict each other."""
@@ -79,7 +80,7 @@ class Transformer(CheckedFields):
             found = (128 / 12 * parameters) ** (1 / 3)
             if layers:  # 12 layers h^2 + vocabulary h = parameters
                 found = 2 * parameters / (words + math.sqrt(words**2 + 48 * layers * parameters))
-            unit = 2 ** max(0, math.frexp(found)[1] - 3)  # divisible by many numbers of ranks
+            unit = 2 ** max(0, math.frexp(found)[1] - 3)  # many numbers of ranks divide it
             hidden = max(1, round(found / unit)) * unit
         if not layers:
             found = max(1.0, (parameters - words * hidden) / (12 * hidden**2))
@@ -90,7 +91,7 @@ class Transformer(CheckedFields):
 
     @property
     def embedding(self) -> float:
-        """Number of parameters of the embedding; the output layer has as many."""
+        """Number of parameters of the embedding; the output layer has the same number."""
         return float(self.vocabulary * self.hidden)
 
     @property
@@ -134,13 +135,13 @@ class Transformer(CheckedFields):
         return (2 * self.parameter_bytes * self.hidden + 4 * self.vocabulary) * self.sequence
 
     def activations(self, recompute: str) -> tuple[float, float]:
-        """Return the bytes of stored and of recomputed activations of a layer, per sample.
+        """Return a layer's bytes per sample of stored activations, and of recomputed activations.
 
-        Recomputed activations exist for one layer at a time. Both numbers are divided evenly among
-        tensor and context parallel ranks.
+        Recomputed activations exist for one layer at a time. Tensor and context parallel ranks
+        divide both numbers evenly.
         """
         elements = self.parameter_bytes / 2 * self.sequence * self.hidden
-        linear, kept = 34 * elements, 2 * elements  # bytes of 16-bit training and its masks
+        linear, kept = 34 * elements, 2 * elements  # bytes, including masks of dropout
         scores = 5 * elements / self.hidden * self.sequence * self.heads
         if self.fused_attention:
             scores = 0.0

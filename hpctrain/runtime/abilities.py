@@ -1,4 +1,4 @@
-"""Features of this package, as functions with Horovod's names."""
+"""Functions with Horovod's names that report the features of this package."""
 
 import importlib.util
 import sys

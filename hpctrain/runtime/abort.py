@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 FAILED = 1
 INTERRUPTED = 130
 
-ABORT_S = 2.0  # longest wait for ``MPI_Abort`` before the process exits
+ABORT_S = 2.0  # longest wait for ``MPI_Abort``; then the process exits
 ROOT_PRINTS_S = 5.0  # time for rank 0 to print an error, and for its launcher to end all ranks
 STAGGER_S, OF_HOST_S = 1.0, 5.0
-"""Delays before an error is printed, see ``turn_s``."""
+"""Delays in seconds before an error is printed, see ``turn_s``."""
 
 
 def leave(
     presence: "Liveness", hooks: "FailureHooks", compare: "Callable[[Gather], str]" = lambda _: ""
 ) -> str:
-    """Wait until every rank has reached the end of the program; after an error, end all ranks.
+    """Wait until every rank has reached the end of the program; if that fails, end all ranks.
 
-    Collective. Called by ``shutdown()`` and at exit of the interpreter, before any resource is
-    freed.
+    Collective. ``shutdown()`` and the exit of the interpreter call this function before they free
+    any resource.
 
     Args:
-        presence: checks that the other ranks are alive.
-        hooks: end all ranks after an error.
+        presence: object that checks that the other ranks are alive.
+        hooks: object that ends all ranks after an error.
         compare: function that is called when all ranks have arrived.
 
     Returns:
@@ -70,9 +70,9 @@ def turn_s(rank: int, *, is_first: bool) -> float:
     """Return the seconds to wait before this rank prints its error and ends all ranks.
 
     The first abort ends all other ranks. Rank 0 prints at once. On each host, the rank that fails
-    first (``is_first``) prints before the others, which wait ``OF_HOST_S`` longer. The delay grows
-    with the logarithm of the rank, so that of 10,000 ranks that fail together only the first few
-    print.
+    first (``is_first``) prints before the other ranks, which wait ``OF_HOST_S`` longer. The delay
+    grows with the logarithm of the rank: if 10,000 ranks fail together, only a few print before
+    they are ended.
     """
     if rank == 0:
         return 0.0
@@ -83,8 +83,8 @@ def turn_s(rank: int, *, is_first: bool) -> float:
 def start_guard(settings: "Settings") -> "Iterator[None]":
     """Handle uncaught errors of the block, in which ranks join the world.
 
-    A ``LaunchError`` is raised by every process of a launch and printed in one line, first by
-    rank 0, since most launchers then end the other ranks. A ``RankLostError`` ends all ranks:
+    Every process of a launch raises a ``LaunchError`` and prints it in one line. Rank 0 prints
+    first, since most launchers then end the other ranks. A ``RankLostError`` ends all ranks:
     otherwise ``MPI_Finalize`` would wait for the lost rank.
     """
     try:
@@ -133,15 +133,15 @@ class FailureHooks:
         self._log = log_dir and logs.file_in(log_dir, world.rank)
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
-        """Functions called before this rank ends all ranks; they write unsaved records to disk."""
+        """Functions that write unsaved records to disk; called before this rank ends all ranks."""
         self.communicates: Callable[[int | None], bool] = lambda _thread: False
         """Returns True if the thread with the given identifier communicates with other ranks."""
-        # Stored, because each access creates a bound method and uninstall() compares by identity.
+        # Each access to a method creates a new object, but ``uninstall`` compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
         if self._log is not None and process.is_first("log directory"):
             self._log.parent.mkdir(parents=True, exist_ok=True)
         self.install()
-        atexit.register(self.end_blocked)  # registered before ``leave``, so called after it
+        atexit.register(self.end_blocked)  # runs after ``leave``, registered later
 
     def install(self) -> None:
         """Install the hooks again after ``uninstall``."""
@@ -180,20 +180,21 @@ class FailureHooks:
 
         Called at exit, after ``leave``: ``MPI_Finalize`` would free memory that the thread uses.
         """
-        # No import: the interpreter shuts down. If the module is not loaded, no call was made.
+        # The interpreter is shutting down, so this function must not import the module. If the
+        # module is not loaded, no MPI call was made.
         calls = sys.modules.get("hpctrain.comm.watched_calls")
         if os.getpid() == self._owner and calls is not None and calls.is_blocked():
             rank = f"rank {self._rank}"
             self.end(
                 RankLostError(
                     f"all ranks must complete each call, but {rank} is still inside an MPI call "
-                    f"whose wait has failed, so that MPI cannot be finalized; the error of that "
-                    f"wait on {rank} gives the reason"
+                    f"whose wait has failed, so that MPI cannot be finalized; an earlier error of "
+                    f"{rank} gives the reason"
                 )
             )
 
     def abort(self, code: int) -> NoReturn:
-        """End all ranks with exit code ``code``; this process exits after two seconds at most."""
+        """End all ranks with exit code ``code``; this process exits within ``ABORT_S`` seconds."""
         # faulthandler has a timer in C; a Python thread could not run while MPI_Abort holds the
         # GIL.
         with contextlib.suppress(Exception):  # without free file descriptors there is no timer
@@ -253,15 +254,15 @@ class FailureHooks:
         details += "the thread neither computes nor communicates: the ranks continue without it\n"
         self._write_log(details)
         self._print(details)
-        if self._previous_thread is not threading.__excepthook__:  # the user's own
+        if self._previous_thread is not threading.__excepthook__:  # a hook of the program
             self._previous_thread(args)
 
 
 def computes(trace: TracebackType | None) -> bool:
     """Return True if a frame of an exception belongs to torch or hpctrain, or uses their objects.
 
-    A frame uses such objects if a local variable is a tensor, a model, an optimizer or another
-    object of torch or hpctrain.
+    A frame uses their objects if one of its local variables is a tensor, a model, an optimizer or
+    another object of torch or hpctrain.
     """
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -295,23 +296,23 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     text, rule = str(error), _MPI_RULE if is_of_mpi else ""
     is_outside = recovers and "hpctrain.runtime.recovery" not in modules
     if is_outside and any(name.startswith("hpctrain.") for name in modules):
-        with contextlib.suppress(Exception):  # MPI may be over
+        with contextlib.suppress(Exception):  # MPI may already be finalized
             if is_of_mpi and (dead := failed(world)):
                 text = f"{format_ranks(dead)} of {world.size} died"
-        if "died" in text:  # a rank that has left is not lost
+        if "died" in text:  # the rule does not apply to a rank that has exited
             rule = _OUTSIDE_RULE
     lines = user_lines(error) if rule else []
     return RANK_LOST, "\n".join([*lines, f"{text}; {rule}{'; ' if rule else ''}all ranks end"])
 
 
 class CrashReport:
-    """Reports crashes to stderr and the log, each line with the rank.
+    """Reports crashes to stderr and to the log file, with the rank in each line.
 
-    ``faulthandler`` writes to a single file and without ranks, and a crashed process cannot run
-    Python code. So ``faulthandler`` writes to memory, and a function of the compiled kernel copies
-    the lines; a rank that does not crash needs neither an additional process nor a file. Without
-    the kernel, the stack is printed to stderr without the rank. A ``faulthandler`` that the user
-    has enabled is not changed.
+    ``faulthandler`` writes to only one file and does not add the rank, and a crashed process
+    cannot run Python code. So ``faulthandler`` writes to memory, and a function of the compiled
+    kernel copies the lines to stderr and the log file. A rank that does not crash needs no
+    additional process and no additional file. Without the kernel, ``faulthandler`` prints to
+    stderr without the rank. If the user has enabled ``faulthandler``, this class changes nothing.
 
     Args:
         rank: this rank.

@@ -29,13 +29,14 @@ class Origin:
 class Attachments:
     """Hooks and records of a world in this process, removed with the world."""
 
-    hooks: FailureHooks | None  # end all ranks when this one fails; None in a world of one rank
+    hooks: FailureHooks | None
+    """End all ranks when this rank fails; None in a world of one rank."""
     before_finalize: "BeforeFinalize | None"
     """Leaves the world if the program calls ``MPI.Finalize``; None in a world of one rank."""
-    statistics: Statistics | None  # costs of the collectives, if the settings ask for them
+    statistics: Statistics | None  # bytes and times of collectives; None unless ``stats`` is set
     timelines: Timelines  # the timeline that this rank records, if any
-    owner: Owner = field(default_factory=Owner)  # a forked child does not end the world
+    owner: Owner = field(default_factory=Owner)  # process that ends the world, not a forked child
     requests: RequestThread = field(default_factory=RequestThread)
-    """Serves requests to the parameter servers of this process."""
+    """Thread that answers requests of other ranks to parameter servers in this process."""
     last_states: LastStates = field(default_factory=LastStates)
-    """States of sharded models after their last step, compared at the end."""
+    """States of sharded models after the last step, which ``shutdown`` compares."""

@@ -16,7 +16,7 @@ from hpctrain.launch.slurm import batch_script, scheduler
 from hpctrain.launch.slurm.batch_script import BatchSettings
 from hpctrain.runtime.run import environment_of_ranks, results_in, write_call
 
-POLL_S = 1.0  # between two requests to Slurm while a program waits for a job
+POLL_S = 1.0  # time between two queries of Slurm while a program waits for a job
 
 VISIBLE_S = 10.0  # longest delay until a file of another node is visible here
 
@@ -27,8 +27,8 @@ _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 class Job:
     """Function call in a Slurm job, created by ``hpctrain.submit``.
 
-    The methods have the names of submitit. Every method queries Slurm or reads files that all
-    nodes see.
+    The methods have the same names as in submitit. Every method queries Slurm, or reads files in
+    a folder that all nodes share.
 
     Args:
         number: Slurm's ID of the job.
@@ -46,10 +46,10 @@ class Job:
 
     @property
     def state(self) -> str:
-        """State by Slurm's name: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ...
+        """State of the job as named by Slurm: ``PENDING``, ``RUNNING``, ``COMPLETED``, ...
 
-        For a job that Slurm no longer knows, the state is derived from the exit code that its
-        batch script wrote. Raises ``LaunchError``: Slurm does not answer.
+        For a job that Slurm no longer knows, the state is derived from the exit code that the
+        batch script of the job wrote. Raises ``LaunchError``: Slurm does not answer.
         """
         if state := scheduler.state_of(self.id):
             return state
@@ -84,9 +84,10 @@ class Job:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """Wait for the end of the job; return the function's results by rank.
 
-        Raises ``RankError``: the function raised; the error has the traceback of the first rank
-        that raised, with the exception itself as its cause. ``LaunchError``: the job ended without
-        all results. ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
+        Raises ``RankError``: the function raised; the message has the traceback of the first rank
+        that raised, and ``__cause__`` is the exception of that rank. ``LaunchError``: the job
+        ended, but results are missing. ``TimeoutError``: the job has not ended after ``timeout_s``
+        seconds.
         """
         self.wait(timeout_s)
         end_s = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)
@@ -130,7 +131,7 @@ class Resources(CheckedFields):
     account: str | None = None
     """Slurm account to charge."""
     requeue: bool | None = None
-    """Whether Slurm queues the job again when it ends with code 85 or loses a node."""
+    """Whether Slurm queues the job again after exit code 85 or the loss of a node."""
     options: Texts = field(default_factory=list)
     """Further options of sbatch, such as ``"--qos=high"``."""
     folder: Path | str | None = None
@@ -142,7 +143,8 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
     """Call ``fn(*args, **kwargs)`` on every rank of a new job of Slurm, and return at once.
 
     Not collective: a program on the login node calls this function, and needs neither torch nor
-    MPI. Each rank calls ``hpctrain.init()`` first. Function and arguments are sent by cloudpickle.
+    MPI. Each rank calls ``hpctrain.init()`` before ``fn``. The function and its arguments are
+    pickled by cloudpickle.
 
     Args:
         fn: the function; its result must be picklable.
@@ -154,7 +156,7 @@ def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs
         ConfigError: an option is not valid, or the folder cannot be written.
         LaunchError: there is no Slurm, or Slurm rejects the job; contains Slurm's message.
 
-    Source: the methods of ``Job`` have the names of submitit.
+    Source: the methods of ``Job`` have the same names as in submitit.
     """
     if not isinstance(resources, Resources):
         raise ConfigError(

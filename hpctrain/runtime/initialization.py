@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 SPARES_RULE = (
-    "with --spares only DistributedOptimizer may communicate before elastic.run, which must be "
-    "called once, because a spare runs that part of the program alone; move the call into the "
-    "function of elastic.run, or omit --spares"
+    "with --spares only DistributedOptimizer may communicate before elastic.run, and elastic.run "
+    "may be called only once, because a spare rank executes the rest of the program alone; move "
+    "the call into the function that elastic.run calls, or omit --spares"
 )
 
 
@@ -74,16 +74,18 @@ def init(
             world, and each other communicator is a process set.
         process_sets: process sets to register, the same on every rank; ``"dynamic"`` registers
             none.
-        ranks_per_node: declares nodes of this size on one host, so that a laptop runs the
-            algorithms for several nodes; default ``HPCTRAIN_RANKS_PER_NODE``.
+        ranks_per_node: number of ranks per simulated node. Divides one host into several nodes, so
+            that a laptop runs the algorithms for several nodes; default
+            ``HPCTRAIN_RANKS_PER_NODE``.
         engine: implementation of the collectives: ``hpctrain``, or ``horovod`` if installed;
             default ``HPCTRAIN_ENGINE``. The choice of rank 0 is used on all ranks.
 
     Raises:
         ConfigError: a setting or an argument is not valid, or a process set is given twice.
         LaunchError: launcher, MPI library and world do not match, or Horovod is missing on a rank.
-        CommError: a parent of this process has called ``init`` before it forked this process.
-        NodeMemoryError: shared memory was forced and is not available.
+        CommError: this process was forked from a process that had already called ``init``.
+        NodeMemoryError: ``HPCTRAIN_SHARED_MEMORY`` is ``memfd``, but the ranks of a node cannot
+            share memory.
         MismatchError: the ranks pass different process sets; on every rank.
     """
     chosen, *others = _communicators(comm)
@@ -108,7 +110,10 @@ def init(
 
 
 def _refuse_operations() -> None:
-    """Reject named operations of a spare before ``elastic.run``: no other rank submits them."""
+    """Make named operations of a spare rank raise until ``elastic.run`` is called.
+
+    Before ``elastic.run`` no other rank submits the same operations.
+    """
     origin = current().origin
     if origin.spares is not None and not origin.is_first:
         current().sets.global_controller.refuse(SPARES_RULE)
@@ -131,17 +136,18 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
     for number, (one, registered) in enumerate(zip(process_sets, found, strict=True)):
         if registered.number in seen:
             raise ConfigError(
-                f"process_sets must have different ranks, and not all, but entry {number} has "
-                f"{listed(registered.ranks)} again; leave out that entry"
+                f"process_sets must not contain all ranks, or the same ranks twice, but entry "
+                f"{number} has {listed(registered.ranks)}; omit this entry"
             )
         seen.add(registered.number)
         one.bind(registered)
 
 
 def join(settings: Settings, chosen: object = None) -> None:
-    """Join the world with complete settings. Collective.
+    """Join the world with the given settings. Collective.
 
-    A spare waits in this function until the spare replaces a lost rank, or exits.
+    A spare rank waits in this function. The function returns when the spare rank replaces a lost
+    rank; if the other ranks finish first, the spare rank exits.
     """
     if is_initialized():
         return
@@ -157,7 +163,7 @@ def join(settings: Settings, chosen: object = None) -> None:
             return
 
     def make(ranks: "MpiComm") -> None:
-        if is_initialized():  # again: a rank died before all ranks had created this world
+        if is_initialized():  # second call: a rank died before all ranks had created this world
             replace_world(ranks)
         else:
             _join(settings, ranks, Origin(given=None, spares=spares, is_first=False))
@@ -211,7 +217,7 @@ def _make(
         _configure_torch(found)
     if settings.recover:  # the world may be smaller than the launch
         set_torch_ranks(here.rank, here.size, here.host_rank, len(here.host_ranks))
-    # The setting of rank 0 holds for all ranks, as statistics are collective.
+    # The setting of rank 0 applies to all ranks, because the statistics use collectives.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
     comm = with_thread(inside, found.plan)
@@ -266,7 +272,7 @@ def _configure_torch(found: Connection) -> None:
 
 
 def _begin(made: World, found: Connection) -> None:
-    """Start logs, records and the timeline of a world; register the shutdown of the world."""
+    """Start logs, records and the timeline of a world; register its shutdown at exit."""
     settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     _report(found)
@@ -284,7 +290,10 @@ def _begin(made: World, found: Connection) -> None:
 
 
 def _report(found: Connection) -> None:
-    """Log on rank 0 the plan and the warnings of all ranks. Collective."""
+    """Log the plan, and gather the warnings of all ranks on rank 0, which logs the warnings.
+
+    Collective.
+    """
     logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
     notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
     if notes is not None:
@@ -315,15 +324,16 @@ def shutdown() -> None:
 
     The ranks compare the state after the last step of each ``DistributedOptimizer``: the number of
     steps and the weights. For a sharded model, the ranks compare the replicated values, the
-    optimizer state of these values, and the settings of the optimizer. The comparison skips
-    replicas of whole models that a rank has modified since the step, as under ``torch.no_grad()``;
-    torch does not detect writes to ``.data``. The comparison also skips an optimizer that some
-    ranks no longer have, after an error or after loading a state. The ranks compare no states
-    while one of them handles an exception.
+    optimizer state of these values, and the settings of the optimizer. The comparison skips a
+    replicated model that a rank has modified since the last step, for example under
+    ``torch.no_grad()``; torch does not detect writes to ``.data``. The comparison also skips an
+    optimizer that some ranks no longer have, after an error or after loading a state. If a rank is
+    handling an exception, the ranks compare nothing.
 
     Raises:
-        ReplicaError: the states differ; on every rank, after the world has ended. If the program
-            does not call ``shutdown``, all ranks end with exit code 1 and the message.
+        ReplicaError: the states differ; raised on every rank, after the world has ended. If the
+            program does not call ``shutdown``, all ranks print the message and end with exit code
+            1.
     """
     _shut_down(raises=True)
 
@@ -377,12 +387,13 @@ def _report_end(leaving: World, *, is_normal: bool) -> None:
 def replace_world(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Replace a world with lost ranks by a world of the survivors. Collective.
 
-    After an error this rank is in the previous world, and the caller may try again.
+    If this function raises, this rank is still in the previous world, and the caller may try
+    again.
 
     Args:
         ranks: the survivors.
-        moves: True to keep the objects registered with ``rebuild`` for their move to the new
-            world.
+        moves: True to keep the objects that are registered with ``rebuild``, so that they can move
+            to the new world.
     """
     before = current()
     replace_current(None)

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from hpctrain.runtime.process_set_table import ProcessSets
 
 Left = tuple[Sequence[int], Mapping[str, str]]
-"""Ranks of an optimizer, and its state after the last step on this rank, as text by name."""
+"""Ranks of an optimizer, and the state after the last step on this rank: a text for each name."""
 _COLLECTION = collection()
-_MAX_KEPT = 16  # number of states of deleted models
+_MAX_KEPT = 16  # maximum number of stored states of deleted models
 
 
 StateOf = Callable[..., Mapping[str, str]]
-"""Function that returns the state that the given ranks compare, as text by name. Not collective.
+"""Function that returns the state that ranks compare: a text for each name. Not collective.
 
-A method of the object that counts an optimizer's steps, or of a sharded model. With the argument
-``has_weights=False`` the state has only the numbers of steps.
+The function is a method, either of a sharded model or of the object that counts the steps of an
+optimizer. With the argument ``has_weights=False`` the state has only the numbers of steps.
 """
 
 
@@ -51,7 +51,7 @@ class LastStates:
     def enter(self, ranks: tuple[int, ...], state_of: StateOf) -> str:
         """Register a model or optimizer and return a name for it. Local.
 
-        All of ``ranks`` make their calls in the same order.
+        All ``ranks`` register their models and optimizers in the same order.
         """
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
@@ -59,7 +59,7 @@ class LastStates:
         return name
 
     def keep(self, name: str, state_of: StateOf) -> None:
-        """Store the state of a model or optimizer that is being deleted; the last 16 are kept.
+        """Store the state of a model or optimizer that is being deleted; keep the last 16 states.
 
         During a garbage collection only the numbers of steps are stored, since each rank collects
         at a different time.
@@ -80,20 +80,20 @@ class LastStates:
 
 
 class OpenedSteps(Protocol):
-    """Interface of the steps of all distributed optimizers of one communicator."""
+    """Interface of the step protocol that the optimizers of one communicator share."""
 
     last_states: LastStates | None
     """State of each optimizer after its last step; None if states are not compared."""
 
     def take_part(self, comm: "Communicator") -> bool:
-        """Contribute no samples to the next step of the other ranks. Collective.
+        """Take part in the next step of the other ranks, without samples. Collective.
 
         Returns:
             False if all ranks have joined, so that there is no next step.
         """
 
     def last_to_step(self, comm: "Communicator") -> Sequence[int]:
-        """Return the ranks that have taken every step since all ranks had joined. Collective."""
+        """Return the ranks that took the most steps since all ranks had joined. Collective."""
 
 
 def compare(
@@ -103,10 +103,11 @@ def compare(
     check_weights: str,
     gather: "Gather",
 ) -> str:
-    """Return a message on states that differ, if differences are an error. Collective.
+    """Return a message about differing states if differences are an error, else "". Collective.
 
-    The states of a rank that handles an exception count as missing. If named operations have
-    failed on some rank, they are shut down on all ranks.
+    If differences are no error, rank 0 logs the message. A rank that handles an exception compares
+    no states. If named operations have failed on some rank, the controllers of named operations
+    are shut down on all ranks.
     """
     sets.shut_down_broken(gather)
     ranks = sets.by_number()
@@ -129,15 +130,14 @@ def compare(
 def _difference(
     gather: "Gather", mine: Mapping[str, Left], *, is_strict: bool
 ) -> tuple[str, bool]:
-    """Return a message on differing states, and whether they are an error. Collective.
+    """Return a message about differing states, and True if differences are an error. Collective.
 
     The message is empty if no states differ. Differences are an error if ``is_strict`` is true on
     any rank.
 
-    The ranks compare states that all ranks of an optimizer have; an optimizer or a name that is
-    missing on some rank is skipped. Costs one small message per rank if all states are equal.
-    Otherwise, each distinct state is sent by only one of the ranks that have it, and at most a few
-    states are sent.
+    The comparison skips an optimizer, or a name in its state, that is missing on some rank of the
+    optimizer. If all states are equal, each rank sends one small message. Otherwise a few distinct
+    states are also sent, each by only one of the ranks that have the state.
     """
     digests = {one: hashlib.sha256(_packed(left)).hexdigest()[:16] for one, left in mine.items()}
 
@@ -165,8 +165,8 @@ def _difference(
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
     fault = (
         f"all ranks must be equal after the last step, but differ: {name} ({which}){others}; take "
-        f"the same number of steps, and change weights, gradients and settings of the optimizer "
-        f"on all ranks; HPCTRAIN_CHECK_WEIGHTS=warn only warns"
+        f"the same number of steps on all ranks, and change weights, gradients and settings of "
+        f"the optimizer identically on all ranks; HPCTRAIN_CHECK_WEIGHTS=warn only warns"
     )
     return fault, is_error
 
@@ -176,7 +176,7 @@ def _differing(of_ranks: Sequence[Left | None], having: set[int]) -> dict[str, s
 
     Args:
         of_ranks: states by rank; None for a state that was not sent.
-        having: ranks that have a state.
+        having: ranks that have a state of the optimizer.
     """
     sent = [left for left in of_ranks if left]
     if not sent or set(sent[0][0]) != having:

@@ -29,7 +29,10 @@ class DynamoStub(ModuleType):
         """No-op, as in the package outside of compiled code."""
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return a function that torch wraps at its first call; other uses load the package."""
+        """Return ``fn`` unchanged if torch calls with ``wrapping=False``; else load the package.
+
+        If the package is loaded later, ``load`` makes torch call ``disable`` for ``fn`` again.
+        """
         if fn is None or options.get("wrapping", True):
             return load(self).disable(fn, *args, **options)
         self.undecided.append(fn)
@@ -69,7 +72,11 @@ class Finder:
 
 
 def load(stub: DynamoStub) -> ModuleType:
-    """Replace the stub by the package, and remove torch's marks from functions of ``disable``."""
+    """Replace the stub by the package, and return the package.
+
+    torch stores the result of ``disable`` in an attribute of each function. Without the attribute,
+    torch calls ``disable`` of the package at the next call of the function.
+    """
     with stub.lock:
         if sys.modules.get(DYNAMO) is stub:
             set_dynamo(None)

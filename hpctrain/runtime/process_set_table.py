@@ -27,18 +27,19 @@ T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
-    """Request of a rank for a process set."""
+    """Process set that a rank asks to register."""
 
     ranks: tuple[int, ...]  # ranks of the world, sorted
     by_communicator: bool
-    """Whether the set was created from a communicator. Ranks may then pass different
-    communicators, each of which becomes a set."""
+    """Whether the set was created from a communicator. Different ranks may then pass different
+    communicators, and each of these becomes a set."""
 
 
 def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
-    """Merge the requests of all ranks; return the sets in the order of their numbers.
+    """Merge the requests of all ranks; return the ranks of each set, in order of set numbers.
 
-    As in Horovod, sets of communicators precede sets of ranks.
+    ``lists[rank]`` contains the requests of ``rank``. As in Horovod, sets created from
+    communicators precede sets created from ranks.
 
     Raises:
         MismatchError: the ranks request different sets.
@@ -70,7 +71,7 @@ class Controllers:
     settings: Settings
     timelines: Timelines
     last_call: LastCall
-    recorder: FlightRecorder  # of unnamed collectives
+    recorder: FlightRecorder  # records the unnamed collectives
     end: Callable[[int], object] | None  # ends all ranks with an exit code; None for one rank
 
     def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
@@ -99,7 +100,7 @@ class Controllers:
 
 
 class Registered:
-    """Entry of a process set in the table, from the view of this rank."""
+    """Entry of a process set in the table of this rank."""
 
     __slots__ = ("comm", "controller", "inside", "is_open", "number", "rank", "ranks")
 
@@ -111,7 +112,7 @@ class Registered:
         self.is_open = True
         self.inside: Communicator | None = None
         """Communicator for buckets, without a thread; None outside of the set."""
-        self.comm: Communicator | None = None  # ``inside``, with a thread if the plan has one
+        self.comm: Communicator | None = None  # ``inside``, with a thread if the plan uses threads
         self.controller: Controller | None = None
         """Executes named operations; None outside of the set."""
 
@@ -131,7 +132,7 @@ class ProcessSets:
 
     Args:
         inside: communicator of all ranks without a thread; the world closes it.
-        comm: the same, with a thread if the plan overlaps by threads; the world closes it.
+        comm: ``inside``, with a thread if the plan uses threads; the world closes it.
         controllers: common arguments of the controllers.
     """
 
@@ -148,7 +149,10 @@ class ProcessSets:
         self._sets = {0: self.everyone}
 
     def controller(self, process_set: Registrable | None) -> Controller:
-        """Return the controller of a set (None: all ranks). Raises as ``registered``."""
+        """Return the controller of a set; for None, the controller of all ranks.
+
+        Raises like ``registered``.
+        """
         if process_set is None:
             return self.global_controller
         controller = self.registered(process_set).controller
@@ -156,18 +160,18 @@ class ProcessSets:
         return controller
 
     def controllers(self) -> list[Controller]:
-        """Return the controllers of all sets of this rank; the set of all ranks first."""
+        """Return the controllers of the sets that contain this rank, by increasing set number."""
         found = [one.controller for one in self._by_number()]
         return [controller for controller in found if controller is not None]
 
     def communicators(self) -> dict[int, Communicator]:
-        """Return the communicators for buckets of all sets of this rank, by number of the set."""
+        """Return, by set number, the bucket communicators of the sets that contain this rank."""
         return {one.number: one.comm for one in self._by_number() if one.comm is not None}
 
     def communicator(self, process_set: Registrable | None) -> Communicator:
-        """Return the communicator of a set for buckets; the set's controller uses another one.
+        """Return a set's communicator for buckets; the set's controller uses another communicator.
 
-        Raises as ``registered``. None means the set of all ranks.
+        For None, return the communicator of all ranks. Raises like ``registered``.
         """
         found = self.everyone if process_set is None else self.registered(process_set)
         assert found.comm is not None
@@ -193,27 +197,30 @@ class ProcessSets:
         return found
 
     def find(self, ranks: Sequence[int]) -> Registered | None:
-        """Return the set of exactly these sorted ranks; None if there is none."""
+        """Return the set that has exactly these ranks, which are sorted; None if no set has."""
         return next((one for one in self._sets.values() if one.ranks == tuple(ranks)), None)
 
     def by_number(self) -> dict[int, list[int]]:
-        """Return the ranks of every set, by number of the set."""
+        """Return the ranks of every set, by set number."""
         return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
 
     def register(
         self, asked: Sequence[tuple[tuple[int, ...], bool]], *, new: bool = False
     ) -> list[Registered]:
-        """Return a set for each entry, and create missing ones. Collective over the world.
+        """Return the set of each entry of ``asked``, and create missing sets.
+
+        Collective over the world.
 
         Args:
-            asked: ranks of each set, and whether the set was created from a communicator. All
-                ranks pass identical sets of ranks. For a set of a communicator, each rank passes
-                the ranks of the communicator that contains this rank.
-            new: True if existing sets are an error.
+            asked: for each set a pair: the ranks of the set, and True if the set was created from
+                a communicator. If False, all ranks pass the same ranks. If True, each rank passes
+                the ranks of its own communicator, which contains this rank.
+            new: True to raise an error if a set exists already.
 
         Raises:
             MismatchError: the ranks request different sets; on every rank.
-            ConfigError: a set cannot be created, or exists although ``new``; on every rank.
+            ConfigError: a set cannot be created, or ``new`` is True and a set exists already; on
+                every rank.
         """
         wanted = [Wanted(*one) for one in asked]
         lists = self._in_order(lambda inside: inside.allgather_object(wanted))
@@ -227,7 +234,7 @@ class ProcessSets:
         return [one for one in found if one is not None]
 
     def remove(self, registered: Registered | None) -> bool:
-        """Close a set after the operations that all of its ranks have submitted are complete.
+        """Complete the operations that all ranks of a set have submitted, then close the set.
 
         Collective over the world. Operations that only some ranks of the set have submitted fail.
 
@@ -235,7 +242,8 @@ class ProcessSets:
             False if the set is not registered, or is the set of all ranks.
 
         Raises:
-            MismatchError: the ranks pass different sets, and no set is closed; on every rank.
+            MismatchError: the ranks pass different sets; raised on every rank, and no set is
+                closed.
         """
         known = registered is not None and registered.is_open
         number = registered.number if registered is not None and known else None
@@ -256,18 +264,19 @@ class ProcessSets:
         return True
 
     def break_off(self, reason: str) -> None:
-        """Fail the pending operations of this rank's sets, and later ones until ``renew``.
+        """Make the operations of all sets that contain this rank fail until ``renew`` is called.
 
-        Not collective; the operations fail on all ranks of these sets.
+        Not collective. Pending and later operations fail, on all ranks of these sets.
         """
         for one in self._by_number():
             if one.controller is not None:
                 one.controller.break_off(reason)
 
     def renew(self) -> None:
-        """Rebuild all controllers without their operations. Collective over the world.
+        """Replace all controllers and discard their operations. Collective over the world.
 
-        No rank may wait for a named operation. Numbers and ranks of the sets do not change.
+        No rank may be waiting for a named operation. The numbers and ranks of the sets do not
+        change.
         """
         for one in self._by_number():
             if one.controller is not None:
@@ -277,7 +286,7 @@ class ProcessSets:
         self.global_controller = self.everyone.controller
 
     def drop(self) -> None:
-        """Close all sets without the other ranks, which may be lost. Not collective."""
+        """Close all sets without messages to other ranks, which may be lost. Not collective."""
         for one in self._by_number():
             one.is_open = False
             if one.controller is not None:
@@ -288,7 +297,7 @@ class ProcessSets:
     def shut_down_broken(self, gather: "Gather") -> None:
         """Shut down all controllers if a controller has failed on some rank.
 
-        The failed controller cannot synchronize the ranks. Collective over the world.
+        Collective over the world, by ``gather``: a failed controller cannot synchronize the ranks.
         """
         mine = any(controller.is_broken for controller in self.controllers())
         if b"broken" in gather(b"broken" if mine else b"well"):
@@ -304,7 +313,10 @@ class ProcessSets:
         return [self._sets[number] for number in sorted(self._sets)]
 
     def _in_order(self, function: Callable[[Communicator], T]) -> T:
-        """Call ``function`` after all operations in flight on the communicator of the world."""
+        """Call ``function`` when the operations in flight on the world are complete.
+
+        Return the result of ``function``.
+        """
         inside, comm = self.everyone.inside, self.everyone.comm
         assert inside is not None
         if not isinstance(comm, ThreadedCommunicator):
@@ -344,7 +356,7 @@ class ProcessSets:
                 made.controller = self._controller_over(made.inside, ranks)
                 made.comm = with_thread(made.inside, self._controllers.plan)
         except NodeMemoryError as error:
-            # Raised on every rank of the set; ``agree`` reports it to the ranks outside.
+            # Every rank of the set raises this error; ``agree`` reports it to all other ranks.
             refusal = str(error)
         try:
             self._in_order(lambda inside: inside.agree(not refusal, refusal))
@@ -369,7 +381,7 @@ class ProcessSets:
 
 
 def with_thread(comm: Communicator, plan: Plan) -> Communicator:
-    """Return ``comm`` with a thread for all optimizers, if the plan overlaps by threads."""
+    """Return ``comm``; add a thread, which all optimizers share, if the plan uses threads."""
     if plan.overlap != "thread":
         return comm
     return cast("Communicator", ThreadedCommunicator(comm))

@@ -1,4 +1,4 @@
-"""Process sets: subsets of the ranks with separate operations."""
+"""Process sets: subsets of the ranks, in which operations run separately."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -47,17 +47,20 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """Ranks of the world; None for an unregistered set of a communicator."""
+        """Ranks in the set, numbered as in the world.
+
+        None for a set that was created from a communicator and is not registered.
+        """
         return self._ranks
 
     @property
     def mpi_comm(self) -> "MpiComm | None":
-        """Communicator that the set was created from; None for a set of ranks."""
+        """Communicator from which the set was created; None if it was created from ranks."""
         return self._comm
 
     @property
     def process_set_id(self) -> int | None:
-        """Number of the set, from 1; None if the set is not registered."""
+        """Identifying number of the set, from 1; None if the set is not registered."""
         found = self.registered
         return found.number if found is not None and found.is_open else None
 
@@ -87,7 +90,7 @@ class ProcessSet:
         return world.current().sets.registered(self).rank
 
     def included(self) -> bool | None:
-        """Return whether this rank is in the set; None for an unregistered set of a communicator.
+        """Return whether this rank is in the set; None if ``ranks`` is None.
 
         Raises:
             NotInitializedError: ``init`` was not called.
@@ -100,9 +103,9 @@ class ProcessSet:
         self._ranks = list(found.ranks)
 
     def wanted(self) -> tuple[tuple[int, ...], bool]:
-        """Return the ranks, and whether the set was created from a communicator.
+        """Return the ranks, and True if the set was created from a communicator.
 
-        Raises ``ConfigError``: the world lacks one of the ranks.
+        Raises ``ConfigError``: a rank of the communicator is not in the world.
         """
         if self._comm is None:
             return tuple(self._ranks or ()), False
@@ -153,7 +156,7 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet([])
-"""All ranks, from ``init`` to ``shutdown``; its number is 0."""
+"""The set of all ranks, from ``init`` to ``shutdown``; ``process_set_id`` is 0."""
 
 
 def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
@@ -162,14 +165,14 @@ def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
     Sets can be added and removed at any time, without Horovod's HOROVOD_DYNAMIC_PROCESS_SETS.
 
     Args:
-        process_set: a set of the same ranks on every rank, or, on each rank, a set of a
-            communicator that contains the rank.
+        process_set: either a set of ranks, the same on every rank; or a set that each rank creates
+            from a communicator that contains the rank.
 
     Raises:
         NotInitializedError: ``init`` was not called.
         MismatchError: the ranks request different sets; on every rank.
-        ConfigError: the set is empty or has ranks that do not exist; a set of these ranks exists;
-            or the MPI library does not allow calls from several threads.
+        ConfigError: the set is empty or has ranks that do not exist; another set has the same
+            ranks; or the MPI library does not allow calls from several threads.
     """
     sets = world.current().sets
     asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -188,7 +191,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Raises:
         NotInitializedError: ``init`` was not called.
-        MismatchError: the ranks pass different sets, and none is removed; on every rank.
+        MismatchError: the ranks pass different sets; raised on every rank, and no set is removed.
     """
     return world.current().sets.remove(process_set.registered)
 
@@ -214,7 +217,7 @@ def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -
 
 
 def numbers_of(comm: object) -> tuple[int, ...]:
-    """Return the ranks of the world in a communicator. Not collective.
+    """Return the ranks of a communicator, numbered as in the world. Not collective.
 
     Raises:
         ConfigError: the communicator has ranks outside of the world.

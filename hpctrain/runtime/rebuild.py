@@ -1,9 +1,10 @@
 """Registry of the objects that depend on the ranks, in the order of rebuilding and closing.
 
-Objects get communicators from the current world and store none. An object with other state that
-depends on the ranks registers here. Examples are the number of ranks, operations in flight and
-shares of data. When the ranks change, or operations in flight are cancelled, all objects are
-rebuilt in one order; at the end they are closed in the reverse order.
+Objects get communicators from the current world and do not store communicators. Other state may
+depend on the ranks, for example the number of ranks, operations in flight and shares of data. An
+object with such state registers here. When the ranks change, or operations in flight are
+cancelled, all registered objects are rebuilt in one order; at the end they are closed in the
+reverse order.
 """
 
 import enum
@@ -31,7 +32,7 @@ class Rebuild:
 
     def __init__(self) -> None:
         self._holders: list[_Registered] = []
-        self._left_behind: list[_Registered] = []  # of the previous world, not moved yet
+        self._left_behind: list[_Registered] = []  # objects of the previous world, to be moved
 
     def register(
         self,
@@ -41,7 +42,7 @@ class Rebuild:
         close: Callable[[], object] | None = None,
         move: Callable[[], object] | None = None,
     ) -> None:
-        """Add an object. Called in the same order on every rank: the functions may be collective.
+        """Add an object. All ranks add objects in the same order: functions may be collective.
 
         Args:
             stage: stage of rebuilding; objects of one stage are rebuilt in the order of
@@ -63,18 +64,18 @@ class Rebuild:
 
     @property
     def all_move(self) -> bool:
-        """Whether all objects of users can move to another world."""
+        """Whether all objects of the stage ``HOLDERS`` can move to another world."""
         return all(
             one.move is not None for one in self._holders if one.stage is RebuildStage.HOLDERS
         )
 
     def leave(self) -> list[_Registered]:
-        """Remove and return all objects, including those not moved yet. Not collective."""
+        """Remove and return all objects, including objects that were not moved. Not collective."""
         left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
         return left
 
     def follow(self, left: list[_Registered]) -> None:
-        """Store the objects that ``leave`` returned in the previous world, for ``move``. Local."""
+        """Store the objects that the previous world's ``leave`` returned, for ``move``. Local."""
         self._left_behind = left
 
     def move(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Longest time in which the survivors must create their world; all ranks end after that."""
+"""Time limit for the survivors to create their world; after this time all ranks end."""
 
 _RESTART = "restart from the last commit or checkpoint"
 
@@ -42,12 +42,12 @@ class Attempt(NamedTuple):
     """Outcome of ``attempt`` on this rank."""
 
     result: Any  # result of the function; None if ranks were lost
-    lost: list[int]  # ranks of the previous world
-    error: Exception | None  # error on this rank, if any
+    lost: list[int]  # lost ranks, numbered as in the previous world
+    error: Exception | None  # error that the function raised on this rank, if any
 
 
 def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
-    """Call a function on all ranks; shrink the world if ranks are lost in the call.
+    """Call a function on all ranks; shrink the world if ranks are lost during the call.
 
     Collective over the survivors.
 
@@ -56,7 +56,8 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         moves: True to move registered objects to the new world, see ``Rebuild``.
 
     Raises:
-        Exception: any other error of ``function``; if uncaught, the error ends all ranks.
+        Exception: ``function`` raised an error on this rank that a lost rank did not cause; if
+            uncaught, the error ends all ranks.
         CommError: the call failed on another rank, and no rank is lost.
     """
     if not is_on():  # a world of one rank
@@ -83,15 +84,15 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
 def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int]:
     """Shrink the world after an error caused by lost ranks; return the lost ranks.
 
-    Collective over the survivors, each of which has caught such an error.
+    Collective over the survivors: each of them has caught such an error and calls this function.
 
     Args:
         error: the caught error; raised again if the world does not recover or no rank is lost.
-        allows: function of the lost ranks that returns False if the program cannot continue
-            without these ranks.
+        allows: takes the lost ranks; returns False if the program cannot continue without these
+            ranks.
 
     Raises:
-        RankLostError: ``allows`` returned False; names the lost ranks.
+        RankLostError: ``allows`` returned False; the message names the lost ranks.
     """
     if not is_on() or world.current().origin.spares is not None or not _is_of_loss(error):
         raise error
@@ -111,7 +112,10 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
 
 @contextmanager
 def ends_with_losses(remedy: str) -> Iterator[None]:
-    """Add a remedy to the error of a lost rank, for blocks outside of ``attempt``. Local."""
+    """Add a remedy to an error of the block if a lost rank is the cause. Local.
+
+    For blocks outside of ``attempt``, where a lost rank ends the program.
+    """
     try:
         yield
     except Exception as error:
@@ -121,9 +125,9 @@ def ends_with_losses(remedy: str) -> Iterator[None]:
 
 
 def raise_lost(error: Exception) -> NoReturn:
-    """Raise ``RankLostError`` with a remedy for an error of a lost rank, or else ``error``.
+    """Raise ``RankLostError`` with a remedy if a lost rank caused ``error``; else raise ``error``.
 
-    Not collective: the error names the ranks that this rank knows to be lost.
+    Not collective. The message names the lost ranks that this rank knows.
     """
     if not is_on() or not _is_of_loss(error):
         raise error
@@ -138,17 +142,18 @@ def _died(lost: list[int]) -> str:
 
 
 def _may_be_loss(error: BaseException) -> bool:
-    """Return True if a lost rank may be the cause of an error, so that the ranks must agree.
+    """Return True if a lost rank may have caused an error; the ranks must then agree on the cause.
 
-    MPI reports a lost rank by several errors, some of them unspecific.
+    MPI reports lost ranks by several error classes, some of which also have other causes.
     """
     return isinstance(error, CommError) or is_of_mpi(error) or _is_of_loss(error)
 
 
 def _is_of_loss(error: BaseException) -> bool:
-    """Return True if an error reports a lost rank, or a rank is known to be lost.
+    """Return True if an error reports a lost rank, or if this rank knows that a rank is lost.
 
-    The results of a collective in which a rank dies are undefined and may cause any error.
+    In the second case any error counts: if a rank dies during a collective, the results of the
+    collective are undefined and may cause any error.
     """
     return (
         isinstance(error, RankLostError) or is_loss(error) or survivors.has_detected_loss(_ranks())
@@ -156,11 +161,11 @@ def _is_of_loss(error: BaseException) -> bool:
 
 
 def _have_all_succeeded(*, has_succeeded: bool) -> bool:
-    """Return True on all survivors if no rank has failed or is lost. Collective.
+    """Return, on all survivors, True if no rank has failed and no rank is lost. Collective.
 
-    If this rank has failed, ranks that wait in this world raise an error. All ranks end with exit
-    code 87 after ``HPCTRAIN_TIMEOUT`` seconds: MPI does not detect ranks that are stopped, or that
-    have exited with their own exit code.
+    If this rank has failed, ranks that wait in this world raise an error. If the call takes longer
+    than ``HPCTRAIN_TIMEOUT``, all ranks end with exit code 87: MPI does not detect ranks that are
+    stopped, or that have exited with their own exit code.
     """
     if not has_succeeded:
         _end_waits()
@@ -173,13 +178,13 @@ def _shrink(
 ) -> list[int]:
     """Create the world of the survivors and return the lost ranks. Collective over the survivors.
 
-    All ranks end with exit code 87 after ``LIMIT_S`` seconds.
+    If the call takes longer than ``LIMIT_S``, all ranks end with exit code 87.
 
     Args:
-        make: function that creates the next world from its ranks; called again if more ranks die
-            in the call.
-        check: function of the lost ranks that raises an error, on all ranks, if the program cannot
-            continue without these ranks.
+        make: creates the next world from a communicator of its ranks; called again if more ranks
+            die during the call.
+        check: takes the lost ranks; raises an error, on all ranks, if the program cannot continue
+            without these ranks.
     """
     before, ranks = world.current(), _ranks()
     lost: list[int] = []

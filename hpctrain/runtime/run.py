@@ -25,7 +25,7 @@ _WORKER = "from hpctrain.runtime.run import work; work()"
 
 
 class RankError(HpctrainError):
-    """Error of the function on a rank; ``__cause__`` is the rank's exception, if picklable."""
+    """The function raised on a rank; ``__cause__`` is the exception if it can be pickled."""
 
     def __init__(self, rank: int, summary: str, remote_traceback: str):
         super().__init__(f"rank {rank}: {summary}\n\n{remote_traceback.rstrip()}")
@@ -40,7 +40,7 @@ class Failure(NamedTuple):
     when_s: float  # wall-clock time: the first failure is the cause of the others
     summary: str
     traceback: str
-    exception: bytes  # pickled; empty if that was not possible
+    exception: bytes  # the pickled exception; empty if it cannot be pickled
 
 
 def run(
@@ -54,9 +54,10 @@ def run(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``np`` new ranks of this host and wait for them.
 
-    Each rank is a process started by ``mpirun`` that calls ``hpctrain.init()`` first. The function
-    and the arguments are sent by cloudpickle, so functions of notebooks and scripts are supported.
-    The output of the ranks appears in this process. Not collective.
+    Not collective. Each rank is a new process, started by ``mpirun``, that calls
+    ``hpctrain.init()`` before ``fn``. The function and the arguments are pickled by cloudpickle,
+    which supports functions that are defined in notebooks and scripts. This process prints the
+    output of the ranks.
 
     Args:
         fn: the function; its result must be picklable.
@@ -107,7 +108,7 @@ def environment_of_ranks() -> dict[str, str]:
 
 
 def results_in(folder: Path, num_ranks: int) -> dict[int, Any]:
-    """Return the results in a folder, by rank; results may be missing.
+    """Return the results in a folder, by rank; ranks without a result are omitted.
 
     Raises ``RankError``: the function raised on a rank; reports the first failure.
     """
@@ -130,7 +131,7 @@ def _require_all(missing: list[str], code: int) -> None:
 
 
 def _exception(failure: Failure) -> BaseException | None:
-    """Return the exception; None if unpickling fails."""
+    """Return the exception of a failed rank; None if it cannot be unpickled."""
     try:
         exception = unpickled(failure.exception)
     except Exception:  # its class may raise anything
@@ -143,16 +144,16 @@ def _outcome(folder: Path, rank: int) -> Path:
 
 
 def work() -> None:
-    """Run one rank of ``run``: call the function and write its result, or its failure.
+    """Main function of a rank: call the function and write its result or its exception to a file.
 
-    The command line names the folder of the call and of the results.
+    The first command-line argument is the folder with the call and the results.
     """
     from hpctrain.runtime import initialization, world  # noqa: PLC0415 - run() needs no torch
 
     folder = Path(sys.argv[1])
     initialization.init()
     rank = world.rank()
-    _outcome(folder, rank).unlink(missing_ok=True)  # from before a requeue of the job
+    _outcome(folder, rank).unlink(missing_ok=True)  # written before a requeue
     try:
         fn, args, kwargs = unpickled((folder / CALL).read_bytes())
         result = cloudpickle.dumps(fn(*args, **kwargs))
@@ -176,7 +177,7 @@ def _describe(rank: int, error: BaseException) -> Failure:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically, as this rank may be killed at any time."""
+    """Write a file atomically, because this rank may be killed at any time."""
     half = path.with_suffix(".half")
     half.write_bytes(content)
     half.replace(path)

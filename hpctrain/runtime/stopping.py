@@ -1,6 +1,6 @@
 """Requests to stop a run: signals, a time limit or a file.
 
-This module records requests; the training loop asks for them between steps.
+This module records the requests; the training loop reads them between steps.
 """
 
 import os
@@ -29,16 +29,16 @@ SENT_TO_ALL = (signal.SIGUSR1, signal.SIGHUP)
 """Signals that a terminal or Slurm also sends to the forked children of a rank."""
 
 ECHO_S = 1.0  # a launcher and Slurm may both send a signal for one request
-LOOK_S = 1.0  # interval of the checks for the file
+LOOK_S = 1.0  # interval of the checks whether the stop file exists
 MARGIN_S = 60.0  # default time to save before a job ends
 
-_END = b"\0"  # ends the thread that reads numbers of signals
+_END = b"\0"  # the watcher thread, which reads signal numbers from a pipe, ends at this byte
 
 
 def deadline(
     started: float, after_s: float | None, job_end: float | None, margin_s: float
 ) -> float | None:
-    """Return the time to stop a run, in seconds since 1970; None for never.
+    """Return the time at which a run must stop, in seconds since 1970; None for never.
 
     Args:
         started: start of the run, in seconds since 1970.
@@ -56,7 +56,7 @@ def deadline(
 
 
 def end_of_job() -> float | None:
-    """Return the end of the batch job in seconds since 1970; None without one, or if unknown."""
+    """Return the end of the batch job in seconds since 1970; None if unknown or without a job."""
     try:
         return job_end()
     except LaunchError as error:
@@ -69,10 +69,10 @@ def end_of_job() -> float | None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Block SIGUSR1 until ``StopRequests`` is entered in the block.
+    """Block the signal SIGUSR1 until ``StopRequests`` is entered inside this context.
 
-    The signal would end a program that has not installed its handlers. Enter this context before
-    the program starts threads, since a thread that does not block the signal receives it.
+    SIGUSR1 would end a program that has not installed a handler for the signal. Enter this context
+    before the program starts threads, since a thread that does not block SIGUSR1 receives it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -85,7 +85,7 @@ _entered: "list[StopRequests]" = []  # entered contexts, in order
 
 
 def _leave_signals_to_parent() -> None:
-    """Leave requests to stop to the parent in a forked child."""
+    """In a forked child, restore the previous handlers; only the parent handles stop requests."""
     while _entered:
         _entered.pop().leave_to_parent()
 
@@ -98,14 +98,15 @@ class StopRequests:
 
     While this context is entered, the first signal of ``SIGNALS`` sets a flag and calls the
     previous handler of the program, if any. A second signal, more than one second later, ends the
-    process at once with exit code 128 plus its number, even if the process hangs in native code.
-    Signals within one second count as one, since a launcher and Slurm may send the same request
-    twice. ``hpctrain launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its
-    host report which of these signals the launcher received. Ignored signals remain ignored.
-    Forked children, such as workers of a ``DataLoader``, use the previous handlers, but SIGUSR1
-    and SIGHUP do not end the children, because the rank needs its children until it has saved.
-    Only the main thread can handle signals: entered in another thread, this context checks only
-    the file and the deadline.
+    process at once with exit code 128 plus the signal number, even if the process hangs in native
+    code. Signals within one second count as one, since a launcher and Slurm may both send a signal
+    for the same request. Ignored signals remain ignored. Only the main thread can handle signals:
+    if another thread enters this context, the context checks only the file and the deadline.
+
+    When ``hpctrain launch`` receives SIGINT, SIGTERM or SIGHUP, it sends SIGUSR1 to the ranks; the
+    ranks on the host of the launcher report the signal that the launcher received. Forked
+    children, such as workers of a ``DataLoader``, use the previous handlers. SIGUSR1 and SIGHUP do
+    not end the children, because the rank needs its children until it has saved.
 
     Args:
         stop_file: file whose existence requests a stop.
@@ -132,7 +133,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """Reason of a request to stop: ``SIGTERM``, ``budget``, ...; empty without one."""
+        """Reason to stop, such as ``SIGTERM`` or ``budget``; empty without a request."""
         if not self._reason:
             self._reason = self._find_reason()
         return self._reason
@@ -148,7 +149,7 @@ class StopRequests:
         return ""
 
     def describe(self) -> str:
-        """Return the remaining time in words."""
+        """Return the time until the deadline as text, such as ``in 2.5 h``."""
         if self._deadline is None:
             return "no limit"
         return f"in {format_seconds(max(0.0, self._deadline - self._clock()))}"
@@ -168,8 +169,8 @@ class StopRequests:
     def __exit__(self, *_: object) -> None:
         """Restore the previous handlers.
 
-        Outside of the main thread that is impossible: the handlers remain, and a second signal
-        ends the process.
+        Only the main thread can do this. In another thread, the handlers remain installed, and a
+        second signal still ends the process.
         """
         if self in _entered and threading.current_thread() is threading.main_thread():
             _entered.remove(self)
@@ -206,7 +207,7 @@ class StopRequests:
 
     # Python runs handlers only between bytecode instructions, so a second signal could not end a
     # process that hangs in native code. The C handler of Python writes the number of each signal
-    # to a file descriptor at once, and a watcher thread reads it.
+    # to a file descriptor at once, and a watcher thread reads the number.
 
     def _start_watcher(self) -> None:
         self._read, self._write = os.pipe()
@@ -235,13 +236,13 @@ _NOT_IN_MAIN = (
 
 
 class CommonStop:
-    """Agreement of the ranks of a world to stop.
+    """Makes the ranks of a world agree to stop.
 
-    Signals, file and deadline are checked from the first call of ``is_asked``.
+    The first call of ``is_asked`` starts to observe the signals, the stop file and the deadline.
 
     Args:
         comm: communicator of all ranks.
-        budget_s: time limit in seconds from the construction, or None.
+        budget_s: time limit in seconds, from the creation of this object; None for no limit.
     """
 
     def __init__(self, comm: "Communicator", budget_s: float | None) -> None:
@@ -251,7 +252,7 @@ class CommonStop:
         self._is_over = False
 
     def is_asked(self) -> bool:
-        """Return True if a rank has a request to stop. Collective; costs one small all-reduce."""
+        """Return True if any rank has a request to stop. Collective: one small all-reduce."""
         fault = ""
         if self._requests is None:
             if threading.current_thread() is threading.main_thread():

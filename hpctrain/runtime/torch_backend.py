@@ -1,8 +1,8 @@
-"""The backend ``hpctrain`` of torch.distributed, whose groups consist of ranks of the world.
+"""The torch.distributed backend ``hpctrain``, which creates groups from ranks of the world.
 
 ``import torch`` imports this module through the entry point ``torch.backends``. If a module of
 hpctrain, such as ``core/torch_compat``, has caused ``import torch``, that module is still
-incomplete. So this module imports modules that need torch only when a group is created.
+incomplete. So this module postpones imports of modules that need torch until a group is created.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,10 @@ NAME = "hpctrain"
 def register() -> None:
     """Register the backend ``hpctrain`` of torch.distributed. A second call has no effect.
 
-    For all backends, ``env://`` finds the ranks by MPI if ``MASTER_ADDR`` is not set, where torch
-    alone would raise an error. ``import torch`` calls this function in every program, so a torch
-    without the names that the backend needs gives a warning instead of an error.
+    Also changes ``env://`` for all backends: if ``MASTER_ADDR`` is not set, MPI finds the ranks,
+    where torch alone would raise an error. If torch lacks a name that the backend needs, this
+    function logs a warning and raises no error, because ``import torch`` calls the function in
+    every program.
     """
     dist: Any = import_module("torch.distributed")
     if not dist.is_available() or NAME in dist.Backend.backend_list:
@@ -46,5 +47,5 @@ def register() -> None:
 
 
 def _create(options: Any, _: object = None) -> Any:
-    """Create a group of the ranks that torch passes, or else of all ranks. Collective."""
+    """Create a group of the ranks that torch passes, or of all ranks. Collective."""
     return imported("hpctrain.runtime.torch_groups:create")(options)

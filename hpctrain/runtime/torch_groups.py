@@ -44,7 +44,7 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def _limit_of(timeout: timedelta) -> Limit:
-    """Return the longest wait of a group; with torch's default, at most the limit of the world."""
+    """Return a group's limit for waits; with torch's default, at most ``HPCTRAIN_TIMEOUT``."""
     if timeout != dist.default_pg_timeout:
         return Limit(timeout.total_seconds(), "timeout")
     settings = world.current().settings if world.is_initialized() else Settings.from_env()
@@ -52,7 +52,10 @@ def _limit_of(timeout: timedelta) -> Limit:
 
 
 def create(options: Any) -> HpctrainGroup:
-    """Create a group of the ranks that torch passes, or else of all ranks. Collective."""
+    """Create a group of the ranks that torch passes, or of all ranks if torch passes none.
+
+    Collective over these ranks.
+    """
     initialization.init()
     here = world.current()
     topology, ranks = here.topology, list(options.global_ranks_in_group)
@@ -91,7 +94,8 @@ def _communicator(comm: Any, ranks: list[int], limit: Limit, purpose: str) -> Co
 
     if len(ranks) == 1:
         return SerialCommunicator()
-    # The name of a group depends on the groups of each rank, so it cannot serve as the purpose.
+    # The name of a group depends on the groups that a rank has created before. The name may differ
+    # between ranks, so it cannot serve as the purpose.
     try:
         made: Communicator = comm.group_by_members(ranks, purpose=purpose, limit=limit)
     except RankLostError as error:

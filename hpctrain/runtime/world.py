@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class World:
     """State of the world, created by ``init``."""
 
-    comm: "Communicator"  # all ranks, for buckets; named operations have a separate one
+    comm: "Communicator"  # of all ranks, for buckets; named operations use another communicator
     sets: "ProcessSets"  # process sets, with the controllers of named operations
     topology: "Topology"
     plan: "Plan"
@@ -44,7 +44,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True if no ranks were lost before this world."""
+        """True if this world was not created after a loss of ranks."""
         return self.origin.is_first
 
 
@@ -97,12 +97,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the index of this node among the nodes that have this ``local_rank``, from 0."""
+    """Return the index of this node, from 0, among the nodes that ``cross_size`` counts."""
     return current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have this ``local_rank``."""
+    """Return the number of nodes that have a rank with the ``local_rank`` of this process."""
     return current().topology.cross_size
 
 
@@ -115,18 +115,18 @@ def should_stop() -> bool:
     """Return whether all ranks should save their state and end with exit code ``STOPPED``, 85.
 
     Collective: call this function between two steps of a training loop, on every rank. Returns
-    True on all
-    ranks if one of them has a request to stop: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; a file STOP in
-    the run directory; the end of ``HPCTRAIN_BUDGET``; or the end of the job within a minute. The
-    first call must be made in the main thread. From then on the first of these signals only
-    requests a stop, and a second one ends the process.
+    True on all ranks if any rank has a request to stop: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; a file
+    STOP in the run directory; the end of ``HPCTRAIN_BUDGET``; or the end of the job within a
+    minute. The first call must be made in the main thread. After the first call, the first of
+    these signals only requests a stop, and a second signal ends the process.
 
         if hvd.should_stop():
             checkpoints.save(state, step=step, wait=True)
             sys.exit(hvd.STOPPED)
 
     Raises:
-        CommError: the first call on some rank was made in another thread; on every rank.
+        CommError: on some rank, the first call was not made in the main thread; raised on every
+            rank.
     """
     return current().stop.is_asked()
 
@@ -142,7 +142,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
         mark_cycles: whether to mark the start of each cycle of the controller.
 
     Raises:
-        NotInitializedError: ``init`` was not called; a ``ValueError``.
+        NotInitializedError: ``init`` was not called; the error is also a ``ValueError``.
     """
     current().attachments.timelines.start(file_path, mark_cycles=mark_cycles)
 
@@ -151,6 +151,6 @@ def stop_timeline() -> None:
     """End the timeline and complete its file. Not collective; a no-op without a timeline.
 
     Raises:
-        NotInitializedError: ``init`` was not called; a ``ValueError``.
+        NotInitializedError: ``init`` was not called; the error is also a ``ValueError``.
     """
     current().attachments.timelines.stop()

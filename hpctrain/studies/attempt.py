@@ -25,7 +25,7 @@ from hpctrain.studies.study_file import StudyConfig
 RECORDS = "records"  # subfolder of the folder of a repeat, to which the ranks write
 OUTPUT = "output.txt"  # output of the processes of a repeat
 
-SPACE = 65536  # bytes; if they cannot be written, a failure is not due to the point
+SPACE = 65536  # bytes of a test file; if it cannot be written, a failure is not due to the point
 
 _SHOWN = 15  # last lines of the output that an error contains
 _VARIABLE = variable_of("records")
@@ -37,7 +37,7 @@ def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) ->
 
     The function first removes files and processes of an interrupted measurement of this repeat.
 
-    Raises ``OSError``: the folder cannot be written, which may have caused a failure.
+    Raises ``OSError``: the folder cannot be written, which may be the cause of a failure.
     """
     place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
@@ -101,7 +101,7 @@ def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
 def _wait(
     words: Sequence[str], environ: Mapping[str, str], output: Path, timeout_s: float | None
 ) -> int | None:
-    """Run a program, kill its remaining processes, return its exit code or, on timeout, None."""
+    """Run a program and kill its remaining processes; return the exit code, None on timeout."""
     process = None
     with output.open("wb") as file:
         try:  # a signal may interrupt the start of the program

@@ -70,9 +70,9 @@ class StudyComparison:
             f"Ratios of medians, with intervals by an exact rank-sum test of alpha "
             f"{alpha / len(shared):.2g} at each point (Bonferroni), which assumes no "
             f"distribution. {_SHORT * short}"
-            f"The ratios include all changes between the studies, also of the machine's load: "
-            f"make variants a factor of one study to measure them interleaved. Differences of the "
-            f"environments: {', '.join(other) or 'nothing'}. Left out, as not in both: "
+            f"The ratios include all changes between the studies, also changes of the machine's "
+            f"load. To measure variants interleaved, make them a factor of one study. Differences "
+            f"of the environments: {', '.join(other) or 'nothing'}. Omitted points, not in both: "
             f"{'; '.join(alone) or 'nothing'}."
         )
 

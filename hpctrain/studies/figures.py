@@ -15,7 +15,7 @@ SPEED_UP = "speed_up"
 _RATIOS = (EFFICIENCY, SPEED_UP)
 
 _Line = Callable[[PointSummary, float], float]
-"""Function of a point and a step time that returns the value of a figure."""
+"""Returns the value that a figure shows for a point and a step time in seconds."""
 
 _INTERVALS = "over repeats. Error bars are confidence intervals, by a {test} test."
 _LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
@@ -32,7 +32,7 @@ _NOTES = {
     "dashed": "Dashed: ideal, from the smallest point that has a core for each rank.",
     "dotted": "Dotted: bound by the model of the machine.",
 }
-"""Notes of a figure, by the kinds of its series."""
+"""Notes about the kinds of series; a figure has the notes of its kinds."""
 
 
 def figures_of(results: StudyResults) -> list[Figure]:
@@ -145,7 +145,7 @@ def _is_scaling(results: StudyResults) -> bool:
 
 
 def _series(results: StudyResults, field: str, line: _Line | None) -> list[Series]:
-    """Return the series of a field: repeats, medians, the ideal and the bound of the machine.
+    """Return the series of a field: the repeats, their medians, the ideal and the machine's bound.
 
     Each curve has its own series. A study of one size has one curve. The lines of the ideal and of
     the bound have a value at each measured size.
@@ -187,7 +187,7 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
 
 
 def _shared(lines: Sequence[Series], line: Series) -> Series:
-    """Return a line with a common name and colour if the lines of all curves coincide."""
+    """Return ``line``, with a common name and colour if the lines of all curves coincide."""
     same = [each for each in lines if each.kind == line.kind]
     points = {point for each in same for point in zip(each.x, each.y, strict=True)}
     is_shared = len(points) == len({x for x, _ in points})
@@ -195,7 +195,7 @@ def _shared(lines: Sequence[Series], line: Series) -> Series:
 
 
 def _measured(summaries: Sequence[PointSummary], field: str) -> str:
-    """Return the legend text for medians and error bars."""
+    """Return the text of the legend for the medians and their error bars."""
     kept = [each.efficiency if field in _RATIOS else each.median_of(field) for each in summaries]
     confidences = {
         round(100 * each.confidence, 1) for each in kept if each and each.low != each.high

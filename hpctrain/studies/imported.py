@@ -18,7 +18,7 @@ TOOL = "tool"
 """Name of the factor that distinguishes imported points from the points of the study."""
 
 _NEEDED = ("nodes", "ranks", "seconds")
-SHORTEST_S, LONGEST_S = 1e-9, 1e9  # times of a step
+SHORTEST_S, LONGEST_S = 1e-9, 1e9  # limits of a valid step time
 _REMEDY = "correct the file, and import it again"
 
 
@@ -88,7 +88,7 @@ def _records_of(path: Path, config: StudyConfig, tool: str) -> list[PointRecord]
 
 def _point_of(row: Mapping[Any, Any], config: StudyConfig, tool: str) -> Point:
     """Return the point of a row, with the factors that the study uses."""
-    if None in row or None in row.values():  # the key of other fields, and their absence
+    if None in row or None in row.values():  # too many or too few fields
         names = [name for name in row if name is not None]
         raise ValueError(f"a line must have {len(names)} fields, {', '.join(names)}")
     ranks, nodes = _number(row, "ranks"), _number(row, "nodes")
@@ -114,9 +114,10 @@ def _number(row: Mapping[str, str], name: str) -> int:
 
 
 def _value_of(name: str, text: str, values: Sequence[Any]) -> Any:
-    """Return the one of ``values`` that is written as ``text``, or ``text`` itself.
+    """Return the element of ``values`` that ``text`` represents; if there is none, ``text``.
 
-    An empty text is the only value of a factor; it is invalid if the factor has several values.
+    An empty text represents the only value of a factor. If the factor has several values, an empty
+    text is invalid.
     """
     if not text.strip():
         if len(values) > 1:

@@ -18,8 +18,8 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 from hpctrain.studies.resources import RankSamples, resources_of
 
-SMOOTHED = 10  # steps whose mean loss is compared with a target
-MOST_PART = 1.05  # maximum ratio of a part to its step; different clocks may measure the two
+SMOOTHED = 10  # number of steps whose mean loss is compared with a target
+MOST_PART = 1.05  # maximum ratio of a part to its step; not 1, because their clocks may differ
 
 _OWN = ("step", "at", "samples", "loss", "seconds")
 _PARTS = ("compute_s", "communication_s", "input_s")
@@ -96,7 +96,7 @@ def measure(
 def _samples(
     paths: Iterable[Path], of_ranks: Iterable[dict[int, dict[str, Any]]], counted: Sequence[int]
 ) -> list[RankSamples]:
-    """Return the samples of each rank that cover its counted steps."""
+    """Return, for each rank, the samples of counters that cover the counted steps."""
     first, last = counted[0], counted[-1]
     return [
         RankSamples.read(path, rank[first]["at"] - rank[first]["seconds"], rank[last]["at"])
@@ -154,7 +154,10 @@ def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
 def _metric(
     lines: Iterable[_Lines], target: Mapping[str, float]
 ) -> tuple[str | None, float | None]:
-    """Return name and last value of the target metric, or else of a metric of the last test."""
+    """Return the name and the last value of the target's metric.
+
+    If the target is the loss, or if there is no target, use the metric that was recorded last.
+    """
     wanted = next(iter(target), "loss")
     found = [
         (name, value)
@@ -166,7 +169,7 @@ def _metric(
 
 
 def begin_of(lines: _Lines) -> float:
-    """Return the start time of the first step of a rank; its end time if the start is unknown."""
+    """Return when the first step of a rank started; if unknown, when the first step ended."""
     first: float = lines[0]["at"] - (lines[0].get("seconds") or 0.0)
     return first
 
@@ -177,9 +180,9 @@ def _reached(
     losses: npt.NDArray[np.float64],
     target: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return the fields with the seconds and steps to the target; empty if not reached.
+    """Return ``time_to_target_s`` and ``steps_to_target``; empty if the target was not reached.
 
-    The seconds count from the start of the first step and include tests.
+    The seconds count from the start of the first step, and include tests of the model.
     """
     for name, wanted in target.items():
         sign = -1 if name.endswith("loss") else 1

@@ -23,8 +23,8 @@ from hpctrain.studies.points import PointRepeat
 class StepRecord:
     """Measurements of the steps after the warm-up: durations, samples and bytes.
 
-    Times and bytes are per step; lists have one entry per step. The slowest rank
-    determines the duration of a step. None means that some rank did not record the value.
+    Times and bytes are per step; lists have one entry per step. The duration of a step is its
+    duration on the slowest rank. None means that some rank did not record the value.
     """
 
     num_steps: int = 0
@@ -33,7 +33,7 @@ class StepRecord:
     samples: int = 0  # sum over ranks and steps
     seconds: float = 0.0  # sum over steps
     compute_s: list[float] | None = None  # mean over ranks
-    communication_s: list[float] | None = None  # exposed communication on the last rank to arrive
+    communication_s: list[float] | None = None  # exposed; on the rank that waits least for others
     input_s: list[float] | None = None  # wait for data, mean over ranks
     idle_s: list[float] | None = None  # wait for slower ranks, mean over ranks
     node_bytes: float | None = None  # copied in node memory, sum over ranks
@@ -71,13 +71,14 @@ class LearningRecord:
 class HostRecord:
     """Load of the hosts of a repeat.
 
-    ``other_cores`` and ``mhz`` are measured on all hosts during the counted steps. All other
-    fields are measured on the host that started the ranks, over the whole repeat or at its end. If
-    the steps are shorter than the time between two samples, this also holds for these two fields.
+    The ranks measure ``other_cores`` and ``mhz`` on all hosts during the counted steps. The host
+    that started the ranks measures all other fields, over the whole repeat or at its end. If the
+    counted steps are shorter than the time between two samples of a rank, this host measures all
+    fields.
     """
 
     load: float | None = None
-    other_cores: float | None = None  # mean cores that other processes used, on the worst host
+    other_cores: float | None = None  # mean cores used by other processes, on the busiest host
     machine_cores: int | None = None
     mhz: float | None = None  # mean clock rate of the cores
     celsius: float | None = None  # highest temperature of a sensor of the processors
@@ -91,7 +92,7 @@ class HostRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRecord:
-    """Resources that the ranks used in the counted steps; None if no counter can be read."""
+    """Resources that the ranks used in the counted steps; a field is None if it is unknown."""
 
     gpu: str | None = None  # name of the GPUs
     gpu_busy: float | None = None  # fraction of time with a running kernel, mean over ranks
@@ -100,7 +101,7 @@ class ResourceRecord:
     read_bytes: float | None = None  # by system calls, sum over ranks, per step
     written_bytes: float | None = None
     power_w: float | None = None  # mean power, sum over nodes
-    power_source: str | None = None  # counters that ``power_w`` is computed from
+    power_source: str | None = None  # counters from which ``power_w`` is computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class PointRecord(HostRecord, ResourceRecord, LearningRecord, StepRecord, PointR
     """Result of a repeat of a point: a line of ``points-REPEAT.jsonl``."""
 
     status: Literal["done", "failed"]
-    oversubscribed: bool  # more ranks than cores: a test of function, not of speed
+    oversubscribed: bool  # True if ranks outnumber cores; the times then do not measure speed
     started: str  # time of the start in UTC
     folder: str  # folder of the repeat, relative to the folder of the study
     error: str | None = None  # cause of the failure, with the last lines of the output
@@ -130,10 +131,10 @@ class PointRecord(HostRecord, ResourceRecord, LearningRecord, StepRecord, PointR
 VERSION, READER = 1, "1.0"  # version of the format, and the oldest hpctrain that reads it
 
 Environment = Mapping[str, Any]
-"""Environment of a study: version and reader of the format of the folder, versions, mpi (the
-library of the ranks), cpu, cores and name of the host, commit ("+" if changed), files (checksums
-of the scripts), topology and plan of each point, slurm_job, and pinning: the allowed cores and the
-variables that bind ranks."""
+"""Environment of a study, with the keys: version and reader (see ``formats.stamp``), versions (of
+packages), mpi (library of the ranks), cpu, cores, host, commit (with "+" if files differ from it),
+files (checksums of the scripts), topology and plan (for each point), slurm_job, and pinning (the
+allowed cores, and the variables that bind ranks)."""
 
 
 class StudyFolder:
@@ -168,7 +169,7 @@ class StudyFolder:
         return found
 
     def read_points(self) -> list[PointRecord]:
-        """Return the last record of each repeat of each point, in the order of the study."""
+        """Return the last record of each repeat of each point, in the order of measurement."""
         found = {}
         for path in sorted(self.path.glob("points*.jsonl")):
             for values in read(path, key="status"):

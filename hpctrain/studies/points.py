@@ -17,14 +17,14 @@ SRUN = (
 """Launcher that replaces ``LAUNCH`` in Slurm jobs."""
 
 
-MOST_RANKS = 2**31 - 1  # MPI numbers ranks by a C int
+MOST_RANKS = 2**31 - 1  # MPI stores a rank in a C int
 
 Point = Mapping[str, Any]
 """Value of each factor of the study, by name."""
 
 
 class Placement(NamedTuple):
-    """Number of ranks, nodes and ranks per node of a point."""
+    """Numbers of ranks, nodes and ranks per node of a point."""
 
     ranks: int
     nodes: int
@@ -59,7 +59,7 @@ class PointRepeat:
     def names(self, mode: str, folder: Path) -> dict[str, Any]:
         """Return the value of each name that texts of [command] can contain in braces.
 
-        A factor ``mode`` replaces ``mode``, the mode of the study.
+        ``mode`` is the mode of the study; a factor ``mode`` of the point replaces it.
         """
         mode = self.point.get("mode", mode)
         found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}

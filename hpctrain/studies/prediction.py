@@ -19,7 +19,7 @@ from hpctrain.studies.study_file import REQUIRED
 from hpctrain.studies.study_results import PointSummary, StudyResults
 
 FARTHEST = 4
-"""Largest ratio of predicted ranks to the most measured ranks for which a decision is stated."""
+"""Decisions are stated for sizes up to this multiple of the largest measured number of ranks."""
 
 _ROUNDING = 1 + 1e-9  # exact predictions differ from measured times by rounding
 _WIDE = "the interval is too wide to decide"
@@ -61,7 +61,10 @@ class Forecast:
         return low <= self.step_s.high * _ROUNDING and self.step_s.low <= high * _ROUNDING
 
     def decision(self, required: float) -> str:
-        """Return whether the size keeps the required efficiency, or why this is undecided."""
+        """Return ``yes`` or ``no``: whether the size has the required efficiency.
+
+        If the prediction does not decide this, return the reason and a remedy.
+        """
         last = self.sources[-1]
         more = f"measure more than {last.ranks} ranks"
         if self.size.ranks > FARTHEST * last.ranks:
@@ -80,10 +83,10 @@ class Prediction:
     """Forecasts of all curves of a study.
 
     Args:
-        validation: forecasts of measured sizes, each from all smaller ones.
+        validation: forecasts of measured sizes, each from all smaller measured sizes.
         forecasts: forecasts of larger sizes.
         required: required efficiency, 0 to 1.
-        lacking: titles of the curves with too few sizes, with their numbers of sizes.
+        lacking: a text for each curve that has too few sizes: its title and its number of sizes.
     """
 
     validation: list[Forecast]
@@ -212,9 +215,9 @@ _METHOD = (
 def _validation(
     results: StudyResults, title: str, points: Sequence[PointSummary]
 ) -> Iterator[Forecast]:
-    """Yield a forecast of each measured size, beginning with the third, from the smaller ones.
+    """Yield a forecast of each measured size from the third on, made from all smaller sizes.
 
-    A size of several nodes is skipped if all smaller sizes have one node.
+    A size with several nodes is skipped if all smaller sizes have one node.
     """
     for number in range(2, len(points)):
         known, actual = points[:number], points[number]
@@ -242,7 +245,7 @@ def _forecast(
 def _grown(results: StudyResults, points: Sequence[PointSummary], ranks: int) -> Size:
     """Return a size of ``ranks`` ranks, with as many ranks per node as the last point.
 
-    If this point has one node, a node gets at least as many ranks as a host has cores.
+    If the last point has one node, a node gets at least as many ranks as a host has cores.
     """
     _, nodes, each = points[-1].records[0].layout
     if nodes == 1:

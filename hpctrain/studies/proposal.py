@@ -1,4 +1,4 @@
-"""Scaling report for an allocation proposal: tables, figures and text that centres request."""
+"""Scaling report for a proposal to a computing centre: tables, figures and text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ _WH = 3600.0  # joules per watt-hour
 
 _METHOD = (
     "A step lasts as long as on its slowest rank. The time of a repeat is the mean of its steps "
-    "after {warm_up} warm-up steps; the value of a point is the median over its repeats, planned: "
-    "{repeats}. Brackets contain the confidence interval of 95 %, or of the stated lower "
-    "confidence if the repeats are too few: by the sign test for medians, and by the rank-sum "
-    "test for ratios. "
+    "after {warm_up} warm-up steps; the value of a point is the median over its repeats "
+    "({repeats} are planned). Brackets contain the confidence interval of 95 %, or of the stated "
+    "lower confidence if the repeats are too few. The interval of a median is from the sign test, "
+    "the interval of a ratio from the rank-sum test. "
     "Neither test assumes a distribution. Each repeat measures all points, in random order. "
     "Excluded are the warm-up steps, repeats that ended with an error, and, from speed-up "
     "and efficiency, points with more ranks than cores. No other repeat is excluded: outliers are "
@@ -55,7 +55,7 @@ class Centre:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Evidence of scaling of a study, for one centre.
+    """Scaling report of a study, with the requirements of one computing centre.
 
     Args:
         results: results of the study.
@@ -125,12 +125,15 @@ class Proposal:
 
     @cached_property
     def limits(self) -> dict[str, ScalingLimit]:
-        """Largest size of each curve, by the title of the curve."""
+        """Largest size of each curve with the required efficiency, by the title of the curve."""
         compare, required = self.centre.compare, self.centre.efficiency
         return {n: ScalingLimit.of(each, compare, required) for n, each in self.curves.items()}
 
     def training_s(self, summary: PointSummary) -> float | None:
-        """Return the seconds of the training whose cost is reported; None if unknown."""
+        """Return the seconds of the training at a point; None if unknown.
+
+        The report states the cost of this training, see ``num_samples``.
+        """
         if self._by_target:
             found = summary.median_of("time_to_target_s")
             return None if found is None else found.value

@@ -1,4 +1,4 @@
-"""Detection of repeated failures that are not due to a point; a study then stops."""
+"""Detection of failures that would repeat at every further point, so that a study stops."""
 
 import re
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 class RepeatedFailures:
     """Attempts of a study that failed one after the other with the same error.
 
-    An error that is due to the size of a point, such as a lack of memory, concerns only this
-    point. Other causes, such as a missing file, would make all further attempts fail.
+    An error that is due to the size of a point, such as a lack of memory, affects only this
+    point. Other errors, such as a missing file, would make all further attempts fail.
     """
 
     def __init__(self, known: Iterable[PointRecord]) -> None:

@@ -30,7 +30,7 @@ from hpctrain.studies.prediction import VALIDATION_HEADS, Prediction
 from hpctrain.studies.study_file import StudyConfig
 from hpctrain.studies.study_results import PointSummary, StudyResults
 
-MAX_TEXT = 400  # characters of a cell; longer texts are folded
+MAX_TEXT = 400  # characters of a table cell; longer texts are shown below the table
 
 POINT_HEADS = (
     *("point", "step", "samples/s", "speed-up", "efficiency", "slow steps"),
@@ -38,7 +38,7 @@ POINT_HEADS = (
     *LEVELS.values(),
     *("time to target", "without extremes", "reached", "measured"),
 )
-_NUM_SHOWN = 5  # columns of the table of points that a terminal shows
+_NUM_SHOWN = 5  # a terminal shows only the first columns of the table of points
 
 _KEPT, _MISSING = ("\N{CHECK MARK} kept", 1), ("\N{BALLOT X} missing", 0)
 
@@ -46,12 +46,12 @@ _METHOD = (
     "A step lasts as long as on its slowest rank. The time of a repeat is the mean of its steps "
     "after {warm_up} warm-up steps, and its rate is all samples divided by all seconds. The value "
     "of a point is the median over its repeats, with an interval from the sign test. Efficiency "
-    "compares this median with that of the smallest point of the curve that has a core for each "
-    "rank; its interval is from the rank-sum test. Both tests assume no distribution. An interval "
-    "contains the true value with a confidence of 95 %, or with the confidence in the table. The "
-    "column of slow steps has the time that 5 % of all steps exceed. Time to target is the median "
-    "over the repeats if all repeats reached the target; without extremes, it is the mean without "
-    "the best and the worst repeat, as in MLPerf HPC."
+    "compares this median with the median of the smallest point that belongs to the same curve "
+    "and has a core for each rank; the interval is from the rank-sum test. Both tests assume no "
+    "distribution. An interval contains the true value with a confidence of 95 %, or with the "
+    "confidence in the table. The column of slow steps has the time that 5 % of all steps exceed. "
+    "Time to target is the median over the repeats if all repeats reached the target. The column "
+    "without extremes has the mean without the best and the worst repeat, as in MLPerf HPC."
 )
 
 
@@ -102,7 +102,7 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
 
 
 def _prediction(results: StudyResults) -> Iterator[str]:
-    """Yield the tables of sizes beyond the measured ones, and of their validation."""
+    """Yield the HTML of the predictions for larger sizes, and of their validation."""
     found = Prediction.of(results)
     if found.forecasts:
         yield "<h2>Prediction</h2>"

@@ -1,4 +1,4 @@
-"""Comparison of a study with a repeated measurement: whether each of its conclusions holds."""
+"""Comparison of a study with a repeated measurement, to test the conclusions of the study."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ _METHOD = (
 class Statement:
     """A statement about a study, and whether its measurements prove or refute it."""
 
-    text: str  # sentence for a true statement
-    negated: str  # sentence for a false statement
-    value: str
+    text: str  # sentence if the statement is true
+    negated: str  # sentence if the statement is false
+    value: str  # the measured value, as text
     truth: bool | None  # None if the measurements do not decide
 
 
@@ -63,7 +63,7 @@ class Reproduction:
     Args:
         first: results of the study.
         again: results of the same points, measured again.
-        required: efficiency with which the statements compare that of each size, 0 to 1.
+        required: efficiency, 0 to 1, with which the efficiency of each size is compared.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Reproduction:
 
 
 def _statements(results: StudyResults, required: float) -> Mapping[str, Statement]:
-    """Return the statements about a study by keys that are equal in both studies."""
+    """Return the statements about a study; equal statements of two studies have equal keys."""
     return dict(_yielded(results, required))
 
 
@@ -148,7 +148,7 @@ def _speed(before: PointSummary, after: PointSummary) -> Estimate:
 def _above(
     texts: tuple[str, str], found: Estimate, limit: float, form: str, *, is_order: bool = False
 ) -> Statement:
-    """Return the statement that a value is at least ``limit``; the second text negates it.
+    """Return the statement that a value is at least ``limit``; ``texts[1]`` is its negation.
 
     With ``is_order`` the texts are "above" and "below" ``limit``, and a value equal to ``limit``
     is undecided.

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.cluster.counters import CRAY
 from hpctrain.core.records import read
 
-MIN_S = 0.5  # shortest time that gives a rate, because processor time is counted in 0.01 s
+MIN_S = 0.5  # shortest time for a rate, because processor time is counted in steps of 0.01 s
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,24 @@ class RankSamples:
         return cls(path.stem.rpartition("-")[0], every[max(before - 1, 0) : until + 1])
 
     def values(self, name: str) -> list[Any]:
-        """Return the value of a counter in each sample; an empty list if a sample lacks it."""
+        """Return the value of a counter in each sample; empty if a sample lacks the counter."""
         found = [each.get(name) for each in self.samples]
         return [] if None in found else found
 
     def last(self, name: str) -> Any:
-        """Return the last value of a counter, or None."""
+        """Return the last value of a counter; None if a sample lacks the counter."""
         return next(iter(self.values(name)[::-1]), None)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a counter over the samples, or None."""
+        """Return the mean of a counter over the samples; None if a sample lacks the counter."""
         values = self.values(name)
         return fmean(values) if values else None
 
     def rate(self, name: str) -> float | None:
-        """Return the growth of a counter per second; None if unknown or over too short a time."""
+        """Return the growth of a counter per second.
+
+        The result is None if a sample lacks the counter, or if the time is shorter than ``MIN_S``.
+        """
         values = self.values(name)
         if not values:
             return None
@@ -92,7 +95,7 @@ def _power(ranks: Sequence[RankSamples]) -> dict[str, Any]:
 
 
 def _other_cores(ranks: Sequence[RankSamples]) -> float | None:
-    """Return the mean number of cores that processes other than the ranks used on a host."""
+    """Return how many cores of a host, on average, were used by processes other than ranks."""
     busy, used = _mean(each.rate("busy_s") for each in ranks), _sum(e.rate("cpu_s") for e in ranks)
     return None if busy is None or used is None else max(busy - used, 0.0)
 

@@ -31,8 +31,8 @@ def ratio(
 ) -> Estimate:
     """Return the median of ``second`` divided by that of ``first``; all samples must be positive.
 
-    The interval contains each factor f for which the rank-sum test finds no difference between f
-    times ``first`` and ``second``.
+    The interval contains each factor f for which the rank-sum test finds no difference between
+    ``second`` and the samples of ``first`` multiplied by f.
     """
     value = middle(second) / middle(first)
     ratios = [mine / theirs for mine in second for theirs in first]
@@ -41,7 +41,7 @@ def ratio(
 
 
 def repeats_needed(confidence: float) -> int:
-    """Return how many repeats each of two studies needs for a ratio with this confidence."""
+    """Return how many repeats each of two studies needs so that a ratio has this confidence."""
     ones = ([1.0] * num for num in itertools.count(2))
     return next(len(one) for one in ones if not ratio(one, one, confidence).falls_short)
 
@@ -51,8 +51,8 @@ def _estimate(
 ) -> Estimate:
     """Return the estimate ``value`` with an interval of the requested confidence.
 
-    The bounds of the interval are two of the sorted ``candidates``. The same number of candidates
-    is outside at each end, the largest number that the confidence allows. ``chances[k]`` is the
+    The bounds of the interval are two of the sorted ``candidates``. Equally many candidates are
+    below and above the interval, as many as the confidence allows. ``chances[k]`` is the
     probability that exactly k candidates are below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))

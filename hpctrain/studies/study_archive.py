@@ -23,10 +23,10 @@ from hpctrain.studies.study_results import StudyResults
 SUMS = "SHA256SUMS"
 STUDY, FILES = "study", "files"  # folders of an archive
 
-_LARGEST = MIB  # bytes of a file that counts as a script, and not as data
+_LARGEST = MIB  # maximum bytes of a script; larger files are data
 _LEAST, _RATIO = 64 * MIB, 200
-"""Maximum bytes of the unpacked files: ``_LEAST``, or, if more, ``_RATIO`` times the archive."""
-_SUFFIXES = (".py", ".toml", ".sh")  # of scripts outside of the current directory
+"""Limit of the unpacked bytes: ``_LEAST`` or ``_RATIO`` times the archive, whichever is larger."""
+_SUFFIXES = (".py", ".toml", ".sh")  # suffixes of scripts outside of the current directory
 _MODULE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 _RECORDS = ("STUDY.toml", "environment.json", "points*.jsonl", "*.sbatch", "imported/*.csv")
 _OF_ATTEMPTS = ("attempts/*/output.txt", "attempts/*/records/*")
@@ -51,9 +51,10 @@ Results of a scaling study of hpctrain {version}, and the files to measure it ag
 def files_of(config: StudyConfig) -> dict[str, Path]:
     """Return the scripts and configurations of a study in the current directory, by their names.
 
-    These are the small files that the command names, the modules next to them that a TOML file
-    names as ``module:name``, and the modules next to them that a script imports. A name is the
-    path relative to the current directory, or absolute if the file is outside this directory.
+    The result contains the small files that the command names. It also contains modules in the
+    folders of these files: modules that a TOML file names as ``module:name``, and modules that a
+    script imports. The name of a file is its path relative to the current directory, or the
+    absolute path if the file is outside of this directory.
     """
     root = Path.cwd().resolve()
     words = {word for text in _commands(config) for word in shlex.split(text)}
@@ -80,7 +81,7 @@ def export(results: StudyResults, path: Path, extra: Iterable[Path] = ()) -> int
     """Write the archive of a study; return the number of its files.
 
     The archive contains the scripts of the current directory, which must be unchanged since the
-    measurement. Equal studies give equal archives.
+    measurement. Archives of identical studies are identical.
 
     Args:
         results: results of the study.
@@ -98,8 +99,8 @@ def export(results: StudyResults, path: Path, extra: Iterable[Path] = ()) -> int
         if not is_there or _sum_of(Path(name).read_bytes()) != digest:
             raise DataError(
                 f"an archive must contain the files that were measured, but {name} "
-                f"{'was changed' if is_there else 'is missing'} in {Path.cwd()}; restore it, or "
-                f"measure again into another folder with --out"
+                f"{'was changed' if is_there else 'is missing'} in {Path.cwd()}; restore this "
+                f"file, or measure again into another folder with --out"
             )
     root = Path.cwd().resolve()
     for each in (*files_of(results.config).values(), *map(Path, measured), *extra):
@@ -107,7 +108,7 @@ def export(results: StudyResults, path: Path, extra: Iterable[Path] = ()) -> int
         if not inside.exists() or not inside.is_relative_to(root):
             raise ConfigError(
                 f"files of an archive must be below the current directory, {root}, got {each}; "
-                f"copy it there, and use its relative path in the study"
+                f"copy the file there, and use the relative path in the study"
             )
         for file in inside.rglob("*") if inside.is_dir() else [inside]:
             if file.is_file():
@@ -139,8 +140,8 @@ def unpack(contents: Mapping[str, bytes], place: Path) -> None:
 def read(archive: Path) -> dict[str, bytes]:
     """Return the contents of an archive by name.
 
-    Raises ``DataError``: a checksum differs, or the archive contains links, paths that lead
-    outside its folder, or files that are far larger than the archive.
+    Raises ``DataError``: a checksum differs, or the archive contains links, paths outside of its
+    folder, or files that are far larger than the archive.
     """
     found: dict[str, bytes] = {}
     unsafe = set[str]()
@@ -190,7 +191,7 @@ def _is_script(word: str) -> bool:
 
 
 def _imports_of(path: Path) -> list[Path]:
-    """Return the files of the modules that a script or TOML file names and that are next to it."""
+    """Return the modules that a script or TOML file names, if they are in the same folder."""
     if path.suffix not in (".py", ".toml"):
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -221,7 +222,7 @@ def _sum_of(data: bytes) -> str:
 
 
 def _write(path: Path, folder: PurePosixPath, contents: Mapping[str, bytes]) -> None:
-    """Write a compressed tar file, without times and owners."""
+    """Write a compressed tar file that stores no times and no owners of files."""
     sums = "".join(f"{_sum_of(data)}  {name}\n" for name, data in contents.items())
     with (
         publishing(path) as part,

@@ -52,9 +52,9 @@ class StudyTable(CheckedFields):
     """Number of first steps of each repeat that do not count. The very first step never counts if
     its record has no seconds, because its start is then unknown."""
     target: Mapping[str, Any] = field(default_factory=dict)
-    """Goal of the time to target, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
-    hpctrain.record; loss is averaged over ten steps. A value whose name ends in loss must fall to
-    the goal, other values must rise to it."""
+    """Target whose time is measured, such as { accuracy = 0.95 } or { loss = 0.1 }, with a name of
+    hpctrain.record; loss is averaged over ten steps. A value whose name ends in loss must decrease
+    to the target, other values must increase to the target."""
     timeout: Time = "1h"
     """Time limit of a repeat of a point."""
     cores: Count = 0
@@ -65,7 +65,7 @@ class StudyTable(CheckedFields):
     efficiency."""
 
     def describe_machine(self, counted: int | None = None) -> str:
-        """Return the hosts and their cores as text; if ``cores`` is 0, ``counted`` cores."""
+        """Return the numbers of hosts and cores as text; if ``cores`` is 0, use ``counted``."""
         cores, each = self.cores or counted, "each of " * (self.hosts > 1)
         count = plural(cores, "core") if cores else "? cores"
         return f"{count} on {each}{plural(self.hosts, 'host')}"

@@ -25,7 +25,7 @@ StepBound = Callable[[Point], float]
 
 MAX_POINTS = 100  # maximum number of points of a curve
 MAX_CAPTION = 140  # characters of a line of a caption
-SLOW_CLOCK = 0.9  # a point with a lower clock rate, relative to the fastest, is reported
+SLOW_CLOCK = 0.9  # points are reported if their clock rate, relative to the fastest, is lower
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class StudyResults:
                 f"a study must contain {folder.file.name}, but {directory} does not; "
                 f"hpctrain study run writes it"
             )
-        environment = folder.read_environment()  # first: it has the version of the format
+        environment = folder.read_environment()  # first, because it checks the format version
         config = load(folder.file)
         imported = read_imported(folder, config)
         return cls(config, environment, folder.read_points(), directory, imported=imported)
@@ -294,19 +294,20 @@ class StudyResults:
     def learning_curve(self, record: PointRecord, name: str) -> list[tuple[float, float]]:
         """Return the learning curve of a repeat: pairs (seconds, value) that one rank recorded.
 
-        The curve is empty if the file of the records was removed. Seconds count from the start of
-        the first step, as in ``time_to_target_s``.
+        ``name`` is the recorded value, such as ``loss``. Seconds count from the start of the first
+        step, as in ``time_to_target_s``. The curve is empty if the files of the records were
+        removed.
         """
         for path in sorted((self.directory / record.folder / RECORDS).glob("*.jsonl")):
             lines = read(path, key="at")
             curve = [(each["at"] - begin_of(lines), each[name]) for each in lines if name in each]
             if curve:
                 every = len(curve) // MAX_POINTS + 1
-                return curve[(len(curve) - 1) % every :: every]  # with the last point
+                return curve[(len(curve) - 1) % every :: every]  # keeps the last point
         return []
 
     def label(self, point: Point) -> str:
-        """Return the factors that distinguish a point from others, as text; all if none does."""
+        """Return the factors that distinguish a point, or all factors if none does, as text."""
         return label_of(self._distinct(point) or point)
 
     def curve(self, point: Point) -> str:
@@ -325,7 +326,7 @@ class StudyResults:
 
 
 def shown_batch(batch: float) -> str:
-    """Return the text of a batch size, which is an average over steps if it is not an integer."""
+    """Return a batch size as text; if it is not an integer, the text states that it is a mean."""
     return f"{batch:g}" if batch == int(batch) else f"on average {batch:.1f}"
 
 
@@ -340,7 +341,7 @@ def label_of(point: Point) -> str:
 def _remarks(
     summary: PointSummary, fastest_mhz: float, label: Callable[[Point], str]
 ) -> Iterator[str]:
-    """Yield at most one sentence, with all conditions that made the times of a point too long."""
+    """Yield one sentence with all conditions that made a point slow, or no sentence."""
     found, num = list[str](), len(summary.done)
     if disturbed := [each for each in summary.done if each.is_disturbed]:
         worst = max(disturbed, key=lambda each: each.other_cores or 0.0)

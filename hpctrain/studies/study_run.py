@@ -34,13 +34,13 @@ from hpctrain.studies.repeated_failures import RepeatedFailures
 from hpctrain.studies.study_archive import checksums
 from hpctrain.studies.study_file import StudyConfig, load
 
-TIMES = Times(wait_s=6.0)  # shorter than a repeat
+TIMES = Times(wait_s=6.0)  # a wait for a lease is shorter than a repeat
 
 _REMEDY = "run this command again after the end of that job, or choose another folder with --out"
 
 
 class Study:
-    """Measurement of a study, whose results are stored in a folder.
+    """Measurement of a study; the results are stored in a folder.
 
     The constructor writes no file.
 
@@ -55,10 +55,10 @@ class Study:
         self.attempts = attempts_of(config)
 
     def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
-        """Return the repeats that have no record yet, in the order of measurement.
+        """Return the repeats of points that have no record yet, in the order of measurement.
 
-        ``repeat`` selects the repeat with this index, from 0. With ``failed``, the result includes
-        failed repeats.
+        ``repeat`` is the index, from 0, of the only repeat to return; None returns all. With
+        ``failed``, the result includes failed repeats.
         """
         records = self.folder.read_points()
         known = {each.order for each in records if not (failed and each.status == "failed")}
@@ -71,8 +71,8 @@ class Study:
     def expected_s(self, attempts: Iterable[PointRepeat]) -> float | None:
         """Return the expected seconds of ``attempts``, or None if no attempt has succeeded yet.
 
-        The estimate is the mean time of successful attempts, if possible of those with the same
-        number of ranks.
+        Each attempt is expected to take the mean time of the successful attempts with the same
+        number of ranks; if there are none, the mean time of all successful attempts.
         """
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
@@ -92,7 +92,8 @@ class Study:
             if changed:
                 raise ConfigError(
                     f"a study can only change its repeats and limits, but {folder.path} contains "
-                    f"a study with another {', '.join(changed)}; choose another folder with --out"
+                    f"a study with other values of {', '.join(changed)}; choose another folder "
+                    f"with --out"
                 )
             folder.write(folder.file, render(self.config))
 

@@ -129,7 +129,11 @@ def test_a_terminal_gets_formatted_text(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("word", "text"),
-    [("dta", "did you mean data?"), ("Adasum", '"Adasum" is on the pages '), ("qx", "there are ")],
+    [
+        ("dta", "did you mean data?"),
+        ("Adasum", '"Adasum" is on the pages '),
+        ("qx", "valid names"),
+    ],
 )
 def test_unknown_topic_raises_with_a_remedy(word, text):
     with pytest.raises(

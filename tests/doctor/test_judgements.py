@@ -184,7 +184,7 @@ TABLE = {
             "error",
             "_DEVICES=0,1",
         ),
-        (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "but 4 on this node share 2"),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "4 tasks on this node share 2"),
         (BATCH | {"SLURM_JOB_GPUS": "0,1,2"}, {}, "warning", "share 3"),
         (BATCH | {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "warning", "--ntasks-per-node=2"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, {}, "ok", ""),

@@ -27,7 +27,7 @@ from hpctrain.runtime.world import World
 FACTOR = 4  # ratio of consecutive sizes
 
 UNCHECKABLE = (FLOAT8_SCALE,)
-"""This type represents only powers of two, so its sums are not exact."""
+"""Types whose sums are not exact, because they represent only powers of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +35,13 @@ class BenchmarkRequest:
     """Request for a benchmark: an operation and a range of message sizes."""
 
     operation: str  # one of ``OPERATIONS``
-    min_bytes: int = 8  # first size
-    max_bytes: int = 64 << 20  # last size
-    dtype: str = "float32"  # a dtype of torch
-    in_bucket: bool = False  # all-reduce buckets in node memory
-    peers: bool = False  # all-reduce with MPI_Allreduce too, on the same memory
+    min_bytes: int = 8  # smallest message
+    max_bytes: int = 64 << 20  # largest message
+    dtype: str = "float32"  # name of a dtype of torch
+    in_bucket: bool = False  # all-reduce a bucket in node memory instead of a tensor
+    peers: bool = False  # also measure MPI_Allreduce, on the same memory
     iterations: int | None = None
-    """Timed calls per size; None for the number that takes half a second, between 5 and 1000."""
+    """Timed calls per size; None for as many as take half a second, between 5 and 1000."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` if a field is invalid."""
@@ -63,12 +63,12 @@ class BenchmarkRequest:
         self.setup(0)  # checks the dtype
 
     def setups(self) -> list[Setup]:
-        """Return the messages, smallest first; a barrier has one empty message."""
+        """Return the setups of all message sizes, smallest first; a barrier has only size 0."""
         sizes = [0] if self.operation == "barrier" else self._sizes()
         return [self.setup(num_bytes) for num_bytes in sizes]
 
     def setup(self, num_bytes: int) -> Setup:
-        """Return the message with the given size."""
+        """Return the setup of a message of the given size."""
         return Setup(num_bytes=num_bytes, dtype=self.torch_dtype, in_bucket=self.in_bucket)
 
     @property
@@ -98,9 +98,9 @@ ALONE = (
 )
 
 BUDGET_S = 0.5  # time per size if the number of iterations is not given
-FEWEST, MOST = 5, 1000  # limits of the iterations that ``BUDGET_S`` determines
+FEWEST, MOST = 5, 1000  # limits of the number of iterations that results from ``BUDGET_S``
 WARM_UP = 5  # calls before the timed calls
-PEER_ROUNDS = 5  # rounds of hpctrain and MPI are interleaved, so that disturbances affect both
+PEER_ROUNDS = 5  # hpctrain and MPI alternate in rounds, so that disturbances affect both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +116,12 @@ class Row:
     max_us: float
     algorithm_gbs: float  # bytes of the message divided by ``avg_us``, in 1e9 bytes per second
     bus_gbs: float
-    """Lower bound of the rate of the busiest link, in 1e9 bytes per second. Comparable between
-    operations and numbers of ranks."""
+    """Lower bound of the rate of the busiest link, in 1e9 bytes per second. The rates of different
+    operations and numbers of ranks can be compared."""
     num_wrong: int  # wrong elements over all ranks
     library_us: float | None = None  # ``avg_us`` of MPI_Allreduce
-    library_ratio: float | None = None  # ``library_us`` / ``avg_us``; hpctrain is faster above 1
+    library_ratio: float | None = None
+    """``library_us / avg_us``; above 1, hpctrain is faster than MPI_Allreduce."""
 
 
 def run(
@@ -128,8 +129,8 @@ def run(
 ) -> bool:
     """Measure all sizes, and print each result immediately.
 
-    Collective over all ranks of the launch. With ``json``, rank 0 writes the measured points into
-    this file, the input of ``hpctrain bench fit``.
+    Collective over all ranks of the launch. If ``json`` names a file, rank 0 writes the measured
+    points to this file, which ``hpctrain bench fit`` reads.
 
     Returns:
         True if every compared value was correct; identical on every rank.
@@ -170,9 +171,9 @@ def run(
 
 
 def _print_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
-    """Print the load by other processes on the host of rank 0.
+    """Print the load that other processes than the ranks cause on the host of rank 0.
 
-    ``loads`` contains the load that each rank measured on its host.
+    ``loads[rank]`` is the load that ``rank`` measured on its host.
     """
     hosts = {r: h for h, ranks in zip(here.topology.hosts, here.topology.nodes, strict=True)
              for r in ranks}  # fmt: skip
@@ -248,7 +249,7 @@ _COLUMNS = (
     *(("wrong", "6", "num_wrong"), ("MPI us", "10.2f", "library_us")),
     ("MPI/ours", "8.2f", "library_ratio"),
 )
-"""Name, format and field of ``Row`` of each column; the last two are for MPI."""
+"""For each column: its name, its format and the field of ``Row``. The last two are for MPI."""
 
 
 def head(*, peers: bool) -> str:
@@ -276,7 +277,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
         seconds, library_s = _interleaved(comm, case, iterations)
     else:
         seconds = _seconds(comm, case.call, iterations)
-    if request.operation == "send":  # the ranks in between do nothing
+    if request.operation == "send":  # only the first and the last rank communicate
         seconds = [seconds[0], seconds[-1]]
     seconds = [second / operation.messages for second in seconds]
     mean = fmean(seconds)
@@ -298,7 +299,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
 
 
 def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) -> list[float]:
-    """Call ``work`` repeatedly; return the mean seconds per call of each rank. Collective."""
+    """Call ``work`` repeatedly; return the mean seconds of a call by rank. Collective."""
     comm.barrier()
     start = time.perf_counter()
     for _ in range(iterations):
@@ -311,7 +312,7 @@ def _interleaved(
 ) -> tuple[list[float], list[float]]:
     """Measure rounds of hpctrain and MPI alternately. Collective.
 
-    Returns the seconds per call of each rank, for hpctrain and for MPI: medians over the rounds.
+    Returns the seconds of a call by rank, first of hpctrain, then of MPI: medians over the rounds.
     """
     library = LibraryAllreduce(case.given[0].values, Op.SUM)
     ours: list[list[float]] = []

@@ -1,8 +1,8 @@
-"""Operations of benchmarks: a table, and a function per operation that returns its case.
+"""Operations of the benchmark: a table, and for each operation a function that returns its case.
 
 The values are chosen so that every operation is exact in every dtype, and each element of a result
-can be checked. The values of a rank repeat after ``PERIOD`` elements. The expected result is
-computed for one period, in integers, and compared bitwise with all periods.
+can be checked. The values of a rank repeat after ``PERIOD`` elements. The expected result of one
+period is computed in integers, and compared bitwise with all periods of the actual result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     """Return one period of the values as integers; for bool, nonzero means True."""
     place = torch.arange(PERIOD)
     if dtype is torch.bool:
-        # All ranks have False only at few positions, so that a sum contains True and False.
+        # In each size + 1 positions all ranks have False once, so a sum contains True and False.
         return ((place + rank) % (size + 1) == 0).long()
     # If a sum over all ranks would not be exact, only each `stride`-th rank has nonzero values.
     limit = _largest_exact(dtype)
@@ -64,7 +64,7 @@ def _largest_exact(dtype: torch.dtype) -> int:
 
 
 def _tiles(flat: Tensor, period: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of ``flat``, and the expected content of each: bytes, one row per element."""
+    """Yield chunks of ``flat`` and their expected content, both as bytes, a row per element."""
     rows = flat.view(torch.uint8).view(-1, flat.itemsize)
     tile = period.roll(-(start % PERIOD)).view(torch.uint8).view(PERIOD, flat.itemsize)
     tile = tile.repeat(min(_TILE_PERIODS, -(-len(rows) // PERIOD)), 1)
@@ -80,7 +80,7 @@ class Setup:
     """Requested size, rounded down to whole elements per rank, at least one element."""
     dtype: torch.dtype
     in_bucket: bool = False
-    """Whether the message is a bucket in node memory instead of a tensor; for all-reduce."""
+    """Whether the message is a bucket in node memory instead of a tensor; only for all-reduce."""
 
     @property
     def numel(self) -> int:
@@ -95,7 +95,7 @@ class ExpectedTensor(NamedTuple):
     period: Tensor  # repeated over the whole tensor
     start: int = 0  # index of the first element in the period
     numel: int | None = None
-    """Expected number of elements; all elements of a tensor of another length count as wrong."""
+    """Expected number of elements, or None; if the number differs, all elements are wrong."""
 
     def num_wrong(self) -> int:
         """Return the number of elements that differ from the expected content."""
@@ -108,12 +108,12 @@ class ExpectedTensor(NamedTuple):
 class Case:
     """Operation on a message: its call and the expected values on this rank."""
 
-    numel: int  # elements of the message, as the bandwidth counts it
-    call: Callable[[], Any]  # runs the operation once. Collective
+    numel: int  # elements of the message, from which the bandwidth is computed
+    call: Callable[[], Any]  # runs the operation once; collective
     given: list[ExpectedTensor] = field(default_factory=list)
-    """Tensors that the operation reads, with their content before a checked call."""
+    """Tensors that the operation reads, with the content that ``fill`` writes."""
     expected: Callable[[Any], list[ExpectedTensor]] = lambda _: []
-    """Returns the tensors to check after a call, from the result of the call."""
+    """Takes the result of a call and returns the tensors to check."""
 
     def num_wrong(self) -> int:
         """Run the operation on known values; return the number of wrong elements of this rank.
@@ -231,8 +231,8 @@ class MeasuredOperation(NamedTuple):
 
     case: Callable[[Communicator, Setup], Case]
     bus_factor: Callable[[int], float]
-    """Function of the number of ranks: minimum bytes of the busiest link per byte of message.
-    Source: PERFORMANCE.md of nccl-tests."""
+    """Takes the number of ranks; returns the minimum number of bytes that the busiest link sends
+    per byte of the message. Source: PERFORMANCE.md of nccl-tests."""
     messages: int = 1  # consecutive messages of one call
 
 
@@ -259,7 +259,7 @@ OPERATIONS = {
 def _from_all(
     got: Sequence[Tensor], values: list[Tensor], start: int, numel: int
 ) -> list[ExpectedTensor]:
-    """Return the received tensors, with the values that each rank sent as expected content."""
+    """Return the received tensors; the expected content of each is what its sender sent."""
     return [ExpectedTensor(one, own, start, numel) for one, own in zip(got, values, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""Checks of ``hpctrain doctor``: functions from facts to findings, without MPI and torch."""
+"""Checks of ``hpctrain doctor``: functions of facts that return findings; need no MPI or torch."""

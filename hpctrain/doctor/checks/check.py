@@ -1,4 +1,4 @@
-"""Findings of checks: constructors, and the merge of equal findings of several ranks."""
+"""Functions that create findings of checks, and merge equal findings of several ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,11 +7,11 @@ from functools import partial
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import shortened
 
-SHOWN = 4  # hosts, values or findings of a kind in the output
+SHOWN = 4  # maximum number of hosts, of values, or of findings of one kind in the output
 
 
 Found = Finding | Iterable[Finding]
-"""Result of a check: one or more findings, ``ok`` if there is no fault."""
+"""Result of a check: one or more findings; a finding of level ``ok`` if there is no fault."""
 
 
 def named(check: str, found: Found) -> list[Finding]:
@@ -25,7 +25,7 @@ note = partial(Finding, "", "note")  # good to know
 warning = partial(Finding, "", "warning")  # slow or risky; needs a remedy
 error = partial(Finding, "", "error")  # will fail; needs a remedy
 
-listed = partial(shortened, most=SHOWN)  # the first names
+listed = partial(shortened, most=SHOWN)  # text with the first ``SHOWN`` items
 
 
 def few(findings: Sequence[Finding]) -> list[Finding]:

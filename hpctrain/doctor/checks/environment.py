@@ -46,7 +46,7 @@ def _missing(name: str) -> Finding:
     return error(f"{name} must be installed, but is missing", f"pip install {name}")
 
 
-_SYSTEM = Path("/usr")  # for packages of the system, not of environment modules
+_SYSTEM = Path("/usr")  # contains packages of the system; environment modules are elsewhere
 
 
 def check_library(facts: Facts) -> Found:
@@ -58,7 +58,7 @@ def check_library(facts: Facts) -> Found:
     library = mpi.library
     if library is None:
         return ok("not checked")
-    others: dict[tuple[Path, str], Reached] = {}  # each library once
+    others: dict[tuple[Path, str], Reached] = {}  # contains each MPI installation once
     for each in mpi.reached:
         if not _is_same(each.library, library.resolve()):
             others.setdefault((each.library.parent, family(each.library)), each)
@@ -68,16 +68,16 @@ def check_library(facts: Facts) -> Found:
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    """Return True if two libraries belong to the same MPI.
+    """Return True if two libraries belong to the same MPI installation.
 
-    Intel MPI has libraries in ``lib`` and in ``lib/release``.
+    Their folders may differ: Intel MPI has libraries in ``lib`` and in ``lib/release``.
     """
     is_one_tree = a.is_relative_to(b.parent) or b.is_relative_to(a.parent)
     return is_one_tree and family(a) == family(b)
 
 
 def _other_library(facts: Facts, library: Path, other: Reached) -> Finding | None:
-    """Return a finding about an MPI library that other programs load, but ranks do not load."""
+    """Return a finding about ``other``; ranks load ``library``, other programs load ``other``."""
     is_chosen = bool(chosen_library(facts.environ))
     use = f"export MPI4PY_LIBMPI={other.library}"
     if other.by == "mpirun":
@@ -162,7 +162,7 @@ def _ours(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in names if name in environ and name not in own}
 
 
-FULL_BYTES = GIB  # checkpoints soon fill less free space than this
+FULL_BYTES = GIB  # less free space is reported, because checkpoints soon fill it
 
 _WITHOUT_LOCKS = (
     "hpctrain reads and writes HDF5 without locks; for other programs "

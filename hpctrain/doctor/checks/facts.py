@@ -34,7 +34,7 @@ class GpuNetworkFacts:
     num_numa_nodes: int = 1  # NUMA nodes whose cores are in the affinity mask of this process
     caches: Mapping[Path, str] = field(default_factory=dict)
     """Directories of compiled kernels, with the types of their file systems."""
-    stripes: Mapping[Path, StripeFacts] = field(default_factory=dict)  # of requested directories
+    stripes: Mapping[Path, StripeFacts] = field(default_factory=dict)  # by directory
     core_bytes: int = 0  # limit of core dumps; -1 is unlimited
     huge_bytes: int = 0  # memory in reserved huge pages that no process uses
     total_bytes: int = 0  # memory of the machine
@@ -45,7 +45,7 @@ class Reached:
     """MPI library that other programs in this environment would load."""
 
     library: Path  # resolved path
-    by: str  # the origin: ``LD_LIBRARY_PATH`` or ``mpirun``
+    by: str  # how the programs find the library: ``LD_LIBRARY_PATH`` or ``mpirun``
     program: Path | None = None  # the ``mpirun`` in PATH that belongs to the library
 
 
@@ -82,8 +82,8 @@ class MemoryFacts:
     rooms: tuple[Room, ...] = ()  # limits that apply to this process
     shm_bytes: int = 0  # size of /dev/shm; 0 if it does not exist
     shm_free_bytes: int = 0
-    memfd_error: str = ""  # why anonymous shared memory is not available; empty if it is
-    kernel_error: str = ""  # why sums run without compiled code; empty if they run with it
+    memfd_error: str = ""  # why anonymous shared memory is unavailable; empty if it is available
+    kernel_error: str = ""  # why sums run without compiled code; empty if they use compiled code
     vector_bytes: int = 0  # width of the vectors of the compiled code
 
 
@@ -106,7 +106,7 @@ class VisibleGpus:
     """The GPUs that one rank may use."""
 
     names: tuple[str, ...] = ()  # names that identify the same GPU in all ranks of a host
-    by_torch: bool = False  # whether torch reported the names; else the environment
+    by_torch: bool = False  # True if torch reported the names, False if the environment did
     no_peers: tuple[tuple[int, int], ...] = ()
     """Pairs of GPUs that cannot access each other's memory."""
 
@@ -142,17 +142,17 @@ class DirectoryFacts:
     file_system: str = ""  # type of the file system, such as ``nfs4`` or ``lustre``
     free_bytes: int = 0
     steps: Mapping[str, str] = field(default_factory=dict)
-    """Error texts of the completed steps ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5
-    locked``, in this order; empty on success."""
+    """Error text of each completed step, empty if the step succeeded. The steps are ``list``,
+    ``write``, ``lock``, ``hdf5`` and ``hdf5 locked``, in this order."""
     hung: str = ""  # the step that exceeded its time limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitFacts:
-    """Limits of this process; infinite if there is none."""
+    """Limits of this process; a limit that does not exist is infinite."""
 
     files: float = math.inf  # open files
-    most_files: float = math.inf  # maximum to which the process may raise ``files``
+    most_files: float = math.inf  # hard limit, up to which the process may raise ``files``
     threads: float = math.inf  # threads of the user, or of the container
 
 
@@ -171,7 +171,7 @@ class Facts:
     network: NetworkFacts
     limits: LimitFacts = LimitFacts()
     horovod_error: str = ""
-    """Reason why the engine Horovod cannot be loaded, and the remedy; empty unless requested."""
+    """Reason why the requested engine Horovod cannot be loaded, and the remedy; else empty."""
     gpus: GpuFacts = GpuFacts()
     visible: VisibleGpus = VisibleGpus()
     gpu_network: GpuNetworkFacts = field(default_factory=GpuNetworkFacts)
@@ -190,7 +190,7 @@ class MeasuredLink:
     clock_error_s: float = 0.0  # bound of the error of ``clock_s``
 
     def with_best_of(self, other: "MeasuredLink") -> "MeasuredLink":
-        """Return this link with the lower latency and higher bandwidth of this and ``other``."""
+        """Combine two measurements of a link: the lower latency and the higher bandwidth."""
         return replace(
             self,
             latency_s=min(self.latency_s, other.latency_s),
@@ -204,7 +204,7 @@ class Carried:
     """Bytes that one host sent during the measurements, by interface."""
 
     host: str
-    sent_bytes: int  # approximate bytes of messages of this program to other nodes
+    sent_bytes: int  # approximate bytes that this program sent to other nodes
     by_interface: Mapping[str, int]  # bytes sent by interfaces of the kernel, such as Ethernet
     by_adapter: Mapping[str, int]  # bytes sent by InfiniBand and similar adapters
     fast_adapters: tuple[str, ...] = ()  # fast adapters of the host, with or without counters
@@ -214,8 +214,8 @@ class Carried:
 class TrafficFacts:
     """Measured links between ranks, and bytes sent by each node."""
 
-    inside: Sequence[MeasuredLink] = ()  # a link between two ranks of each node
-    between: Sequence[MeasuredLink] = ()  # links between the first ranks of nodes
+    inside: Sequence[MeasuredLink] = ()  # for each node, a link between two of its ranks
+    between: Sequence[MeasuredLink] = ()  # links between nodes, measured by their first ranks
     carried: Sequence[Carried] = ()  # bytes that each node sent during the measurements
 
 
@@ -232,11 +232,11 @@ class WorldFacts:
     mpi: str = "no MPI"  # name and version of the MPI library
     settings: Settings = field(default_factory=Settings)  # settings of rank 0, used by all
     engine: str = "hpctrain"  # engine that moves tensors
-    node_memory: str = "alone"  # method of the plan to share memory on a node
-    overlap: str = "end"  # time at which the plan sends gradients
-    notes: Sequence[str] = ()  # messages that rank 0 received while the ranks connected
+    node_memory: str = "alone"  # how the ranks of a node share memory according to the plan
+    overlap: str = "end"  # when gradients are sent according to the plan
+    notes: Sequence[str] = ()  # warnings that rank 0 got while the ranks connected
     nccl: tuple[str, str] = ("", "")
-    """Version of NCCL in torch of rank 0, and why NCCL cannot sum over all ranks."""
+    """Version of NCCL in the torch of rank 0; reason why NCCL cannot sum over all ranks, or ""."""
     obstacles: Sequence[Finding] = ()  # requested features that are not available
     plan: Sequence[str] = ()  # the plan and its measurements, in sentences
     traffic: TrafficFacts = TrafficFacts()
@@ -257,7 +257,10 @@ def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each name whose value differs between ranks, and a text with the values and ranks."""
+    """Yield each name that has different values on different ranks, and a text with all values.
+
+    ``values[rank]`` maps names to the values on ``rank``. The text names the ranks of each value.
+    """
     for name in dict.fromkeys(name for of_rank in values for name in of_rank):
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(values):

@@ -1,4 +1,4 @@
-"""Checks of the network of GPUs: plugins and variables of NCCL and RCCL, places, caches."""
+"""Checks of the network that GPUs use, of the cores next to GPUs, of caches and file systems."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,11 +12,11 @@ from hpctrain.doctor.checks.check import Found, error, note, ok, warning
 from hpctrain.doctor.checks.facts import Facts
 from hpctrain.launch.site import SiteProfile
 
-LARGE_BYTES = 4 * GIB  # files of this size are read faster from several targets of Lustre
-HUGE_FRACTION = 0.05  # of the memory; a smaller part in huge pages is not reported
+LARGE_BYTES = 4 * GIB  # files of this size are read faster from several storage targets of Lustre
+HUGE_FRACTION = 0.05  # huge pages are reported if they are a larger fraction of the memory
 
 _SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "panfs", "wekafs", "fuse", "smb", "afs")
-"""First letters of the names of file systems that all nodes share."""
+"""Types of file systems that all nodes share; a type may have a suffix, such as ``nfs4``."""
 
 _ON = ("1", "true", "yes", "on")
 
@@ -36,7 +36,7 @@ def check_gpu_network(facts: Facts) -> Found:
 
 
 def _plugin(facts: Facts) -> Iterator[Finding]:
-    """Report a missing plugin, if Slingshot needs a plugin or NCCL_NET requests one."""
+    """Report a missing network plugin if Slingshot needs one or NCCL_NET requests one."""
     if facts.gpu_network.plugins:
         return
     do = (
@@ -52,7 +52,7 @@ def _plugin(facts: Facts) -> Iterator[Finding]:
 
 
 def _names(facts: Facts) -> Iterator[Finding]:
-    """Report variables that name interfaces or adapters that do not exist."""
+    """Report each variable that names a network interface or adapter that does not exist."""
     environ, interfaces = facts.environ, facts.gpu_network.interfaces
     adapters = [each.name for each in facts.network.adapters]
     for name, there, is_exact in (
@@ -71,8 +71,8 @@ def _names(facts: Facts) -> Iterator[Finding]:
 def _selects(text: str, there: Iterable[str], *, is_exact: bool) -> bool:
     """Return True if ``text``, the value of a variable, selects a name of ``there``.
 
-    NCCL accepts prefixes, ``=`` before exact names, and ``^`` before names to exclude; a port
-    follows the name of an adapter after a colon.
+    NCCL accepts prefixes of names, ``=`` before exact names, and ``^`` before names to exclude. A
+    colon separates the name of an adapter from a port.
     """
     excludes, is_exact = text.startswith("^"), is_exact or "=" in text[:2]
     words = [word.partition(":")[0] for word in text.lstrip("^=").split(",")]
@@ -119,8 +119,8 @@ def _switches(facts: Facts) -> Iterator[Finding]:
 
 
 _CRAY_GPUS = (
-    "MPI of Cray must not access GPUs while NCCL or RCCL does, but {} is set: the processes can "
-    "block each other, and MPI fails without the library of Cray for GPUs"
+    "Cray MPICH must not access GPUs while NCCL or RCCL does, but {} permits this: the processes "
+    "can block each other, and MPI fails without Cray's library for GPUs"
 )
 _BLOCKING = "kernels must overlap with other work, but {} makes each call wait for its kernel"
 
@@ -140,7 +140,7 @@ def _gpu_numbers(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpu_places(facts: Facts) -> Found:
-    """Report a rank on cores far from its GPU, and cores with which MPI of Cray fails."""
+    """Report a rank whose cores are far from its GPU, or with whose cores Cray MPICH fails."""
     found = [*_far(facts), *_policy(facts)]
     near = [
         f"GPU {number} next to cores {format_numbers(place.cores)}"
@@ -152,7 +152,7 @@ def check_gpu_places(facts: Facts) -> Found:
 
 
 def _far(facts: Facts) -> Iterator[Finding]:
-    """Report an AMD GPU in another NUMA node than the cores of the rank that uses it."""
+    """Report this rank if its AMD GPU and its cores are in different NUMA nodes."""
     places = [each for each in facts.gpu_network.places if each.vendor == "amd"]
     rank = launched(facts.environ)
     if not places or rank is None or rank.local_rank is None:
@@ -183,7 +183,7 @@ def _policy(facts: Facts) -> Iterator[Finding]:
 
 
 def check_srun_type(facts: Facts) -> Found:
-    """Report a SLURM_MPI_TYPE that does not fit this MPI: each rank would be a separate world."""
+    """Report a SLURM_MPI_TYPE that this MPI does not support: ranks would be separate worlds."""
     library, text = facts.mpi.library, facts.environ.get("SLURM_MPI_TYPE", "")
     if library is None or not text or launched(facts.environ):
         return ok("SLURM_MPI_TYPE is not set")
@@ -232,13 +232,13 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def check_limits(facts: Facts) -> Found:
-    """Report core dumps of many ranks, and memory in huge pages that torch cannot use."""
+    """Report enabled core dumps, and memory in reserved huge pages, which torch cannot use."""
     network, found = facts.gpu_network, []
     ranks = ranks_per_node(facts.environ) or 1
     if network.core_bytes and ranks > 1:
         size = "unlimited" if network.core_bytes < 0 else format_bytes(network.core_bytes)
         what = (
-            f"core dumps are enabled ({size}): {ranks} ranks on a node that die write their memory"
+            f"core dumps are enabled ({size}): {ranks} ranks of a node write files if they crash"
         )
         found.append(note(what, "ulimit -c 0 in the job script"))
     if network.huge_bytes > HUGE_FRACTION * network.total_bytes:

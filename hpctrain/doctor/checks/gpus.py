@@ -28,7 +28,7 @@ def check_gpus(facts: Facts) -> Found:
 
 
 def check_own_gpus(world: WorldFacts) -> Found:
-    """Report ranks of a node that use the same GPU, no GPU, or a distant GPU.
+    """Report ranks of a node that use the same GPU, no GPU, or a GPU far from their cores.
 
     A rank uses the visible GPU with the index ``local_rank % number of visible GPUs``.
     """
@@ -79,7 +79,7 @@ def check_nccl(world: WorldFacts) -> Found:
 def named(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the GPUs that the environment assigns to a process.
 
-    Equal names mean the same GPU in all processes of a host, unless a container renumbers GPUs.
+    A name means the same GPU in all processes of a host, unless a container renumbers the GPUs.
     """
     return _words(visible_devices(environ))
 
@@ -101,7 +101,7 @@ def _given_twice(facts: Facts) -> list[Finding]:
 
 
 def _too_few(facts: Facts) -> list[Finding]:
-    """Report, before the launch, that the tasks and the GPUs of a node differ in number.
+    """Report, before the launch, different numbers of tasks and of GPUs on a node.
 
     After the launch, ``check_own_gpus`` compares the GPUs of the ranks.
     """
@@ -119,7 +119,7 @@ def _too_few(facts: Facts) -> list[Finding]:
                 f"{devices} GPUs on this node for {plural(ranks, 'task')}: some are idle", as_many
             )
         ]
-    what = f"each task must have its own GPU, but {ranks} on this node share {devices}"
+    what = f"each task must have its own GPU, but {ranks} tasks on this node share {devices}"
     return [warning(what, f"{as_many}, or #SBATCH --gpus-per-node={ranks}")]
 
 
@@ -197,7 +197,7 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
         nodes = ",".join(links.numa_nodes.get(gpu, "?") for gpu in sorted(links.cores))
         what = (
             f"a rank must use the cores next to its GPU, but {format_ranks([*far])} on {host} do "
-            f"not, such as rank {rank} with cores {mask} and GPU {gpu} next to cores {cores}"
+            f"not: rank {rank} uses cores {mask} and GPU {gpu}, which is next to cores {cores}"
         )
         yield warning(
             what, f"bind ranks to the NUMA nodes of their GPUs: srun --cpu-bind=map_ldom:{nodes}"
@@ -205,7 +205,7 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
 
 
 def _index(name: str, gpus: GpuFacts) -> int | None:
-    """Return the index of a GPU in nvidia-smi; None if the GPU is unknown."""
+    """Return the index that nvidia-smi gives to a GPU; None if nvidia-smi does not list it."""
     if name.isdigit():
         return int(name)
     uuids = [uuid.removeprefix("GPU-") for uuid in gpus.uuids]
@@ -222,7 +222,7 @@ _CONNECTIONS = {
     "NODE": "PCIe through one NUMA node",
     "SYS": "the link between the sockets",
 }
-"""Connections between two devices, by the abbreviation of nvidia-smi, fastest first."""
+"""Kinds of connection between two devices, by nvidia-smi's abbreviation, fastest first."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class GpuLinks:
 
     @property
     def between_gpus(self) -> dict[tuple[int, int], str]:
-        """Connection of each pair of GPUs, by their indices: ``NV18``, ``PIX`` and so on."""
+        """Connection of each pair of GPUs, such as ``NV18`` or ``PIX``; keys are GPU indices."""
         gpus = sorted(int(name[3:]) for name in self._rows if re.fullmatch(r"GPU\d+", name))
         return {
             (one, other): self._rows[f"GPU{one}"].get(f"GPU{other}", "")
@@ -255,7 +255,7 @@ class GpuLinks:
 
     @property
     def to_adapters(self) -> dict[int, str]:
-        """Connection of each GPU with its nearest NIC, if the machine has one."""
+        """Connection of each GPU with its nearest NIC; empty if the machine has no NIC."""
         order = [*_CONNECTIONS]
         found = {}
         for name, cells in self._rows.items():

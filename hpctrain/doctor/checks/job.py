@@ -31,7 +31,7 @@ def check_job(facts: Facts) -> Found:
     cores = slurm_number("cpus_per_task", environ) or 1
     # srun 22.05 and newer do not give the cores of an allocation to its tasks.
     if launched(environ) is None and cores > 1 and not srun_passes_cores(environ):
-        what = f"srun must get --cpus-per-task itself, but only the job has it, with {cores} cores"
+        what = f"srun must get --cpus-per-task, but only the job has this option ({cores} cores)"
         do = (
             "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, or use "
             "`srun --cpus-per-task=$SLURM_CPUS_PER_TASK`"
@@ -41,7 +41,7 @@ def check_job(facts: Facts) -> Found:
 
 
 def check_launcher(facts: Facts) -> Found:
-    """Report the launcher of this rank, or, before a launch, whether srun can start ranks."""
+    """Report the launcher of this rank; before a launch, report whether srun can start ranks."""
     offered, library = facts.mpi.srun_types, facts.mpi.library
     if found := launched(facts.environ):
         return ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")

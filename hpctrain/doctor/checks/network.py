@@ -12,8 +12,8 @@ from hpctrain.doctor.checks.facts import Carried, Facts, MeasuredLink, WorldFact
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
-MOST_OF_IT = 0.5  # an interface carries the messages if it counts this share of their bytes
-FEWEST_BYTES = 1 << 18  # fewer bytes are not visible among other traffic of a host
+MOST_OF_IT = 0.5  # interfaces sent the messages if they counted this fraction of the sent bytes
+FEWEST_BYTES = 1 << 18  # fewer bytes cannot be distinguished from other traffic of the host
 
 
 def check_adapters(facts: Facts) -> Found:
@@ -103,12 +103,12 @@ def _interface(node: Carried) -> str:
 
 
 def _by_tcp(node: Carried) -> str:
-    """Return the kernel interface that sent most of the TCP messages, or an empty text."""
+    """Return the kernel interface that sent most of the bytes, by TCP; empty if none did."""
     return _main(node.by_interface, node.sent_bytes)
 
 
 def _main(counted: Mapping[str, int], sent_bytes: int) -> str:
-    """Return the interface that sent most of the bytes, or an empty text."""
+    """Return the interface that sent most bytes; empty if the interfaces sent too few bytes."""
     if not counted or sent_bytes < FEWEST_BYTES:
         return ""
     name = max(counted, key=lambda name: counted[name])
@@ -126,10 +126,13 @@ SLOWER = 3.0
 The bandwidths of healthy links differ by up to a factor of two.
 """
 LATER, LATER_S = 4.0, 300e-6
-"""A link is slow if its latency exceeds the usual latency by this factor and by this time."""
+"""A link is slow if its latency exceeds the usual latency by both this factor and this time."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
-"""Limits for every network between nodes; gigabit Ethernet has 118e6 bytes/s."""
-WRONG_S = 1.0  # clocks that NTP synchronizes differ by milliseconds
+"""A link between nodes is also slow if its bandwidth is below, or its latency above, these limits.
+
+For comparison, gigabit Ethernet has 118e6 bytes/s.
+"""
+WRONG_S = 1.0  # larger differences are reported; NTP synchronizes clocks within milliseconds
 
 
 def check_links(world: WorldFacts) -> list[Finding]:
@@ -148,13 +151,13 @@ def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
     """Return the links that are much slower than usual, or slower than absolute limits.
 
     The usual speed is the median over nodes of the best link of each node. A median over links
-    would be wrong with one bad node of three, because two of the three links are bad.
+    would be wrong if one of three nodes is bad, because two of the three links are then bad.
     """
     return [link for link in links if _is_slow(link, *_usual(links))]
 
 
 def _slow_links(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
-    """Return findings about nodes whose links are all slow, and about other slow links."""
+    """Return a finding for each node whose links are all slow, and for each other slow link."""
     if not bad:
         return []
     links, host_of = world.traffic.between, world.host_of
@@ -257,8 +260,8 @@ def check_clocks(world: WorldFacts) -> Found:
 def offsets(links: Sequence[MeasuredLink], root: int) -> dict[int, tuple[float, float]]:
     """Return, for each rank, its clock minus the clock of ``root``, and a bound of the error.
 
-    The function adds the offsets along a path of links if no link to ``root`` was measured. Ranks
-    without a path are omitted.
+    Both are in seconds. If no link between a rank and ``root`` was measured, the clock differences
+    along a path of measured links are added. Ranks without a path to ``root`` are omitted.
     """
     found = {root: (0.0, 0.0)}
     edge = [root]

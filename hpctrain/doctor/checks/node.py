@@ -67,7 +67,7 @@ def _map(ranks: Sequence[Facts]) -> str:
 
 
 def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
-    """Return findings about ranks of a host with fewer cores than an equal share of the job."""
+    """Return findings about ranks of a host that have less than their share of the job's cores."""
     each = ranks[members[0]].cores.num_granted // _num_sharing(members, ranks)
     narrow = [rank for rank in members if len(ranks[rank].cores.mask) < each]
     if not narrow:
@@ -123,7 +123,7 @@ def check_threads(ranks: Sequence[Facts]) -> Found:
 
 
 def cores_each(ranks: Sequence[Facts]) -> list[int]:
-    """Return the number of cores of each rank; ranks with overlapping masks share the cores."""
+    """Return the number of cores of each rank; ranks with overlapping masks divide the cores."""
     found = [0] * len(ranks)
     for members in by_host(ranks).values():
         for rank in members:
@@ -138,7 +138,7 @@ def cores_each(ranks: Sequence[Facts]) -> list[int]:
 
 
 def _num_sharing(members: Sequence[int], ranks: Sequence[Facts]) -> int:
-    """Return the number of ranks of a host; before a launch, the expected number of ranks."""
+    """Return the number of ranks on a host; before a launch, the expected number."""
     return max(len(members), ranks_per_node(ranks[members[0]].environ) or 1)
 
 
@@ -149,7 +149,7 @@ def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[in
 
 
 def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
-    """Return ranks of a host with overlapping masks that outnumber the cores of these masks."""
+    """Return the ranks of a host that share cores and outnumber these cores."""
     found: set[int] = set()
     for rank in members:
         peers = _peers(rank, members, ranks)
@@ -161,11 +161,11 @@ def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
 SHM = Path("/dev") / "shm"
 RANK_BYTES = 512 * MIB  # memory of Python, torch and MPI before a model is created
 SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
-"""Size of the segment of a rank in /dev/shm, measured with Open MPI 5 and MPICH 5."""
+"""Bytes that MPI allocates in /dev/shm for each rank, measured with Open MPI 5 and MPICH 5."""
 
 
 def check_room(facts: Facts) -> Found:
-    """Report a control group or a machine with too little memory for the ranks."""
+    """Report that the control group or the machine has too little memory for the ranks."""
     room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
     if room is None:
         return ok("the available memory is unknown")
@@ -231,7 +231,7 @@ def _no_memfd(refusal: str, way: str) -> Finding:
 
 
 def _small_shm(facts: Facts) -> list[Finding]:
-    """Return a warning if /dev/shm is too small for the segments of MPI."""
+    """Return a warning if /dev/shm is too small for the memory that MPI allocates there."""
     ranks = ranks_per_node(facts.environ) or len(facts.cores.mask)
     library = facts.mpi.library
     segment_bytes = SEGMENT_BYTES[family(library)] if library else 0
@@ -250,16 +250,19 @@ def _small_shm(facts: Facts) -> list[Finding]:
     ]
 
 
-# Measured with Open MPI 5: a rank has 20 descriptors plus one for each TCP peer, and four threads
-# plus those of torch. mpirun has 20 descriptors plus three for each rank of its node.
-BASE_FILES = 64  # includes files of data
+# Measured with Open MPI 5: a rank has 20 file descriptors plus one for each rank to which it is
+# connected by TCP, and four threads in addition to the threads of torch. mpirun has 20 descriptors
+# plus three for each rank of its node.
+BASE_FILES = 64  # includes the files of a data set
 FILES_PER_RANK = 3
-PEERS_PER_ROUND = 5  # dissemination, trees and doubling over all ranks and on the rails
+PEERS_PER_ROUND = 5
+"""TCP connections per doubling of the ranks: dissemination, trees and recursive doubling over all
+ranks and on rails connect a rank to different ranks."""
 BASE_THREADS = 8
 
 
 def check_limits(facts: Facts) -> list[Finding]:
-    """Report limits of descriptors and of threads that are too low for the ranks of the run."""
+    """Report limits of file descriptors and threads that are too low for the ranks of the run."""
     environ, limits = facts.environ, facts.limits
     local, launch = ranks_per_node(environ) or 1, launched(environ)
     tasks = sum(tasks_of_nodes(slurm("tasks_per_node", environ)))

@@ -65,7 +65,7 @@ def examine(facts: Facts) -> list[Finding]:
 def examine_all(world: WorldFacts, local: list[list[Finding]]) -> list[Finding]:
     """Return the findings of all checks of a launch.
 
-    ``local`` has for each rank the findings about its process.
+    ``local[rank]`` contains the findings about the process of ``rank``.
     """
     merged = merge(local, [facts.host for facts in world.ranks])
     found = (each for name, judge in OF_WORLD for each in named(name, judge(world)))

@@ -37,18 +37,19 @@ _SECRETS = (
     re.compile(r"\b(?=[a-z_]*\d)(?=[\d_]*[a-z])[a-z\d_]{20,}\b", re.IGNORECASE),
     re.compile(r"\b[a-f\d]{8}(-[a-f\d]{4}){3}-[a-f\d]{12}\b", re.IGNORECASE),
 )
-_MIN_LENGTH = 6  # a shorter value would match ordinary words
+_MIN_LENGTH = 6  # shorter values are not replaced, because they may occur in ordinary words
 
 
 def bug_report(findings: Sequence[Finding], environ: Mapping[str, str] = os.environ) -> str:
     """Return versions, machine, installed packages and all findings as text.
 
-    Environment variables, command lines and configuration files are not included, except settings
-    of hpctrain and of the MPI library in the findings. Words that may be secrets are replaced.
+    The text contains no command lines and no configuration files. It contains environment
+    variables only as far as findings quote settings of hpctrain and of the MPI library. Words that
+    may be secrets are replaced.
     """
     packages = sorted({f"{each.name} {each.version}" for each in distributions()}, key=str.lower)
     lines = (
-        "Report of hpctrain doctor. Words that may be secrets are removed; read it all the same.",
+        "Report of hpctrain doctor. Words that may be secrets are removed; check before sending.",
         "",
         *(f"{name}: {version}" for name, version in versions().items()),
         f"system: {platform.platform()}",
@@ -66,9 +67,10 @@ def bug_report(findings: Sequence[Finding], environ: Mapping[str, str] = os.envi
 
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Return ``text`` without values of variables that may be secret, and without similar words.
+    """Replace secrets in ``text``: values of some variables, and words that look like keys.
 
-    These are the variables with secret names, and settings with values that hpctrain rejects.
+    The variables are those whose names indicate a secret, such as ``HF_TOKEN``, and settings with
+    a value that hpctrain rejects, because error messages contain such a value.
     """
     values = {
         form
@@ -85,7 +87,7 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _is_rejected(name: str, value: str) -> bool:
-    """Return True if ``value`` is invalid for the setting ``name``; messages then contain it."""
+    """Return True if ``name`` is a setting of hpctrain and ``value`` is invalid for it."""
     try:
         config.read({name: value})
     except ConfigError:

@@ -2,8 +2,8 @@
 
 The trial runs in a separate process, so that a hanging file system does not block the caller.
 
-The process, ``python -m hpctrain.doctor.host.directory_trial DIR NAME``, writes a line of JSON
-before and after each step, so that the caller knows the step that hangs.
+The process, ``python -m hpctrain.doctor.host.directory_trial DIR NAME``, prints a line of JSON
+before and after each step. If the process hangs, the last line names the step that hangs.
 """
 
 import fcntl
@@ -25,9 +25,9 @@ from hpctrain.launch.program import run_to_end, start
 if TYPE_CHECKING:
     import h5py
 
-TRIAL_S = 10.0  # enough for a slow file system, short enough to wait for
+TRIAL_S = 10.0  # sufficient for a slow file system, but short enough for the user to wait
 
-_GRACE_S = 1.0  # time to end; a process that waits for a file server does not end when killed
+_GRACE_S = 1.0  # longest wait for a killed process; it may not end while a file server hangs
 _VALUE = b"hpctrain doctor"
 
 
@@ -89,7 +89,7 @@ def _remove(folder: Path) -> None:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system of a path, such as ``xfs`` or ``lustre``."""
+    """Return the file system type of a path, such as ``xfs`` or ``lustre``; empty if unknown."""
     line = ["stat", "--file-system", "--format=%T", "--", str(path)]
     try:
         return run_to_end(line, timeout_s=TRIAL_S).stdout.strip()
@@ -98,7 +98,7 @@ def file_system_of(path: Path) -> str:
 
 
 def take_steps(directory: Path, name: str) -> None:
-    """Run the steps of the trial, and print each result; all files are in the folder ``name``."""
+    """Run the steps of the trial, and print each result; new files are in the folder ``name``."""
     try:
         free_bytes = shutil.disk_usage(directory).free
     except OSError:

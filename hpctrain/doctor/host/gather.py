@@ -43,7 +43,7 @@ from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 SRUN_TIMEOUT_S = 5.0
-SMI_TIMEOUT_S = 20.0  # a driver without persistence starts slowly
+SMI_TIMEOUT_S = 20.0  # nvidia-smi starts slowly if the driver is not in persistence mode
 _PAGE = 4096
 
 
@@ -55,8 +55,9 @@ def gather(
 ) -> Facts:
     """Return the facts about this process and its machine; takes about a second.
 
-    The files that the trial creates in ``directories`` are removed. With ``lightly``, the
-    function omits facts that are equal on all ranks of a node, such as MPI library and GPUs.
+    The function tries file operations in ``directories``, and removes the files that it creates.
+    With ``lightly``, the function omits facts that are equal on all ranks of a node, such as the
+    MPI library and the GPUs.
     """
     environ = dict(environ)
     versions = {"python": platform.python_version(), **{n: version_of(n) for n in PACKAGES}}
@@ -106,7 +107,10 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
-    """Return the error of loading Horovod in a separate process; empty for another engine."""
+    """Load Horovod in a separate process; return the error and the remedy, or an empty text.
+
+    The text is also empty if the engine is not Horovod.
+    """
     try:
         if config.setting("engine", environ) != "horovod":
             return ""
@@ -170,7 +174,7 @@ def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
         cuda=found[2],
         runtime=runtime,
         uuids=tuple(uuids.split()),
-        topology=re.sub(r"\x1b\[[\d;]*m", "", topology),  # its head is underlined
+        topology=re.sub(r"\x1b\[[\d;]*m", "", topology),  # remove terminal escapes
         has_peermem=Path("/sys/module/nvidia_peermem").exists(),
     )
 
@@ -231,7 +235,7 @@ def _speaks_ethernet(adapter: Path) -> bool:
 
 
 _VERSIONED = re.compile(r"\.so\.\d")
-"""Names of libraries; a ``libmpi.so`` that is not a link to such a file is a linker script."""
+"""Name of a shared library; a ``libmpi.so`` that is no link to such a file is a linker script."""
 
 
 def reached(environ: Mapping[str, str]) -> tuple[Reached, ...]:

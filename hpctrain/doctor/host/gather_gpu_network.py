@@ -25,7 +25,7 @@ _CACHES = (
     ("MIOPEN_USER_DB_PATH", "~/.config/miopen", "amd"),
     ("MIOPEN_CUSTOM_CACHE_DIR", "~/.cache/miopen", "amd"),
 )
-"""Variables of caches, their default directories, and the vendor whose GPUs use the cache."""
+"""For each cache: its variable, its default directory, and the vendor of the GPUs that use it."""
 
 
 def gather(
@@ -39,9 +39,9 @@ def gather(
 
     Args:
         environ: environment variables of the process.
-        directories: results of the trials of requested directories.
-        root: folder that contains ``sys`` and ``proc``; another folder for tests.
-        mask: hardware threads of this process; by default its affinity mask.
+        directories: trial results of the directories that the user named.
+        root: folder that contains ``sys`` and ``proc``; tests pass another folder.
+        mask: hardware threads of this process; by default from the affinity mask.
     """
     own = set(affinity() if mask is None else mask)
     places = tuple(gpu_places(root / "sys"))
@@ -89,7 +89,7 @@ def _caches(environ: Mapping[str, str], vendors: set[str]) -> Iterable[Path]:
 
 
 def _existing(path: Path) -> Path:
-    """Return a path or its nearest parent that exists."""
+    """Return ``path`` if it exists, otherwise its nearest parent that exists."""
     return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
 
 
@@ -107,7 +107,7 @@ def _stripes(path: Path, environ: Mapping[str, str]) -> StripeFacts | None:
 
 
 def _memory(file: Path) -> tuple[int, int]:
-    """Return the bytes of free huge pages, and of the whole memory."""
+    """Return the bytes of free huge pages, and the bytes of the whole memory."""
     rows = (line.replace(":", " ").split() for line in text_of(file).splitlines())
     values = {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     huge = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0)

@@ -68,7 +68,7 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
             world = _world_of(found, settings, [of_rank for of_rank, _ in gathered], seconds)
             world = replace(world, obstacles=obstacles)
             findings = examine_all(world, [own for _, own in gathered])
-            # Some checks read values of their own rank, so all ranks return those of rank 0.
+            # Some findings differ between ranks, so all ranks return the findings of rank 0.
             return comm.broadcast_object(findings)
     except LaunchError as error:
         what, _, remedy = str(error).partition("; ")
@@ -80,9 +80,9 @@ def wrong_interface(
 ) -> Finding | None:
     """Return an error if launcher and MPI use different process management interfaces (PMI).
 
-    With different interfaces, ``MPI_Init`` can end the process. Only libraries of Python
-    packages in the environment ``prefix`` are checked, because the interface of other libraries is
-    unknown.
+    With different interfaces, ``MPI_Init`` can end the process. This function checks only an MPI
+    library that a Python package has installed below ``prefix``; the interface of other libraries
+    is unknown.
     """
     if library is None or not library.is_relative_to(prefix):
         return None
@@ -146,7 +146,10 @@ def _of_rank(facts: Facts, size: int) -> Facts:
 
 
 def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
-    """Return the NCCL version, and why NCCL cannot sum over all ranks, or "". Collective."""
+    """Return the NCCL version, and the reason why NCCL cannot sum over all ranks. Collective.
+
+    The reason is empty if NCCL can. Both are empty if no rank has a GPU.
+    """
     count = torch.cuda.device_count()
     if not any(comm.allgather_object(count)):
         return "", ""
@@ -158,8 +161,9 @@ def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
 def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]:
     """Connect all ranks as for training; disconnect the ranks after the block. Collective.
 
-    A requested feature that is not available becomes a finding, and the ranks connect without it.
-    The global world of ``hpctrain.init`` is not used. The settings of rank 0 apply to all ranks.
+    Yields the connection, and a finding for a requested feature that is not available; the ranks
+    then connect without this feature. ``hpctrain.init`` is not called. The settings of rank 0
+    apply to all ranks.
 
     Raises:
         LaunchError: launcher, MPI library and world do not match.
@@ -172,7 +176,7 @@ def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]
     obstacles: list[Finding] = []
     try:
         found = connect(ranks, settings)
-    except (ConfigError, NodeMemoryError, LaunchError) as error:  # the last if Horovod fails
+    except (ConfigError, NodeMemoryError, LaunchError) as error:  # LaunchError by Horovod
         obstacles = [_obstacle(error)]
         engine = "hpctrain" if isinstance(error, LaunchError) else settings.engine
         settings = replace(settings, plan=None, shared_memory="auto", engine=engine)

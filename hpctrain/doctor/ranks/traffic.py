@@ -16,16 +16,16 @@ from hpctrain.doctor.checks.network import slow
 
 PING, LARGE, STOP = range(3)
 
-PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # duration and number of the pings of a link
+PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # time for the pings of a link, and their number
 FIRST_BYTES, LAST_BYTES = 256 * KIB, 16 * MIB
 GROWTH = 4
 LARGE_S = 8e-3  # a message is large enough if it takes this time in one direction
-ENDLESS_S = 0.2  # a message that takes this time is not repeated
+ENDLESS_S = 0.2  # a message that takes longer is not repeated
 LARGE_RUNS = 3
-FEWEST_ROUNDS = 3  # a node has another partner in each round; two rounds connect all nodes
+FEWEST_ROUNDS = 3  # a node has a different partner in each round; two rounds connect all nodes
 MOST_DOUBTS, PAUSES_S = 4, (0.1, 0.2, 0.4, 0.8, 1.6)
-"""Number of slow links that are measured again, and seconds before each repetition. Repetitions
-distinguish a bad cable from other work of a host, which ends after a while."""
+"""Maximum number of slow links that are measured again, and seconds before each repetition. A link
+with a bad cable remains slow; a link that other work of a host has slowed down does not."""
 COUNTED = Path("/proc/net/dev")
 _WORD_BYTES = 4  # unit of the counter port_xmit_data
 
@@ -42,8 +42,8 @@ def links_between(
 ) -> tuple[list[MeasuredLink], list[Carried]]:
     """Measure links between the first ranks of nodes. Collective.
 
-    The function measures rounds of pairs until about ``seconds`` have passed, and then repeats the
-    measurement of slow links. The results are identical on every rank.
+    The function measures rounds of disjoint pairs until about ``seconds`` have passed, and then
+    measures slow links again. The results are identical on every rank.
 
     Returns:
         The links, and the bytes that each node sent during the measurements.
@@ -123,7 +123,7 @@ def measure(
 
 
 def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of disjoint pairs that contain each pair of ranks once (round-robin)."""
+    """Yield rounds of disjoint pairs; each pair of ranks is in one round (round-robin)."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     half = len(circle) // 2
     for _ in range(len(circle) - 1):
@@ -137,7 +137,7 @@ def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 def _request(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
     """Measure the link to ``partner``, which executes ``_reply``.
 
-    Each request to the partner is a small message.
+    A small message requests each reply of the partner.
     """
     _ping(comm, partner, clock)  # opens the connection
     trips: list[tuple[float, float]] = []
@@ -158,7 +158,7 @@ def _request(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
 
 
 def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of a round trip, and the approximate clock difference of the partner."""
+    """Return the seconds of a round trip, and by how many seconds the partner's clock is ahead."""
     theirs = torch.empty(1, dtype=torch.float64)
     start, before = time.perf_counter(), clock()
     _send(comm, partner, PING)
@@ -168,12 +168,12 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return one-way seconds and bytes of the largest message, and the bytes of all messages."""
+    """Return the one-way seconds and the bytes of the largest message, and all bytes sent."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:
         one_way_s = math.inf
-        for _ in range(LARGE_RUNS):  # the minimum excludes other work of the host
+        for _ in range(LARGE_RUNS):  # the minimum excludes disturbances
             one_way_s = min(one_way_s, _round_trip(comm, partner, num_bytes) / 2)
             sent_bytes += num_bytes
             if one_way_s > ENDLESS_S:
