@@ -86,7 +86,7 @@ class AccumulatedExchange(StepExchange):
         self.method.set_num_samples(num_samples, nominal=nominal)
 
     def _synchronize(self) -> None:
-        """Take part in the reduction of gradients on a rank without samples. Collective."""
+        """Join the reduction of gradients on a rank without samples. Collective."""
         self.method.synchronize()
 
     def _set_num_passes(self, num_passes: int) -> None:
@@ -155,7 +155,7 @@ class AveragedExchange(AccumulatedExchange):
         super()._set_num_samples(num_samples, nominal)
 
     def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
-        """Take part in embedding lookups on a rank without samples. Collective."""
+        """Join the embedding lookups on a rank without samples. Collective."""
         self._tables.look_up_empty(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:

@@ -87,7 +87,7 @@ class Tables:
 
     @torch.no_grad()
     def look_up_empty(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
-        """Take part in the embedding lookups of other ranks, on a rank without samples.
+        """Join the embedding lookups of other ranks, on a rank without samples.
 
         Runs ``model`` on empty inputs, in evaluation mode, so that running means do not change.
         Collective.
