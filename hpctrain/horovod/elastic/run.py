@@ -147,7 +147,7 @@ def _mismatch(ending: Ending) -> MismatchError:
 def _require_no_calls() -> None:
     """Raise ``ConfigError`` if there are spares and this rank has communicated before.
 
-    A spare that replaces a lost rank later cannot take part in earlier communication.
+    A spare that replaces a lost rank later cannot join earlier communication.
     """
     here = world.current()
     if here.origin.spares is None:
