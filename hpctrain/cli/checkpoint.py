@@ -33,7 +33,7 @@ def checkpoint(context: typer.Context) -> None:
     """
     found = launched()
     if context.invoked_subcommand and found is not None and found.rank > 0:
-        raise typer.Exit  # rank 0 of a launch does the work
+        raise typer.Exit  # only rank 0 of a launch does the work
 
 
 @app.command()

@@ -29,8 +29,8 @@ from hpctrain.data.tools import verify as checking
 if TYPE_CHECKING:
     from hpctrain.data.tools.label_split import LabelSplit
 
-MAX_ROWS = 20  # shards or parts listed one by one
-MAX_LABELS = 12
+MAX_ROWS = 20  # maximum number of shards or parts in a table
+MAX_LABELS = 12  # maximum number of labels in a table
 
 Directory = Annotated[Path, argument("DIR", "Directory of the data set.")]
 Out = Annotated[Path, argument("OUT", "Directory of the new data set.")]
@@ -247,7 +247,7 @@ def split(options: SplitOptions) -> None:
 
 
 def _counts_of(found: "LabelSplit", label: str) -> Iterable[str]:
-    """Return a table with the number of samples of each label in each part."""
+    """Return the lines of a table: for each part, the number of samples with each label."""
     names, counts = found.labels.tolist(), found.counts
     shown = range(min(len(names), MAX_LABELS))
     more = ["..."] * (len(names) > MAX_LABELS)

@@ -112,7 +112,7 @@ def _lint(script: Path, site: str | None = None) -> list[Finding]:
 def _examine(
     directories: Sequence[Path], of_site: Callable[[Facts], Found]
 ) -> tuple[list[Finding], bool]:
-    """Return the findings, and True if this process prints the findings."""
+    """Return the findings, and whether this process must print them."""
     found = launched()
     if found is None:
         facts = gather.gather(directories=directories)
@@ -120,8 +120,8 @@ def _examine(
     # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
     facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
-    # If the ranks are not connected, each is rank 0 of its own world. The rank that the launcher
-    # gave to this process therefore decides whether it prints.
+    # If the ranks are not connected, each process is rank 0 of a separate world. The rank that the
+    # launcher assigned therefore decides whether this process prints.
     findings = examine_ranks.probe(facts)
     return [*findings, *named("site", of_site(facts))], found.rank == 0
 

@@ -51,7 +51,7 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
 
 
 def _sources() -> Mapping[str, Path]:
-    """Return a dict from the name of each example to its file, in a clone or the package."""
+    """Return the file of each example, by name: from a clone, or from the installed package."""
     clone = Path(__file__).parents[2]
     if (clone / "setup.cfg").exists():
         found = [path for path in (clone / "examples").rglob("*") if path.suffix in _KINDS]

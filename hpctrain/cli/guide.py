@@ -64,7 +64,7 @@ def guide(
 
 
 def _hint(word: str, found: dict[str, Callable[[], str]]) -> str:
-    """Return the end of a message: pages that contain ``word``, or else a similar topic."""
+    """Return a hint for an error message: pages that contain ``word``, or else a similar topic."""
     counts = {name: found[name]().lower().count(word.lower()) for name in {*found} - {*GENERATED}}
     best = sorted(filter(counts.__getitem__, counts), key=lambda name: (-counts[name], name))
     if not best:
@@ -120,7 +120,7 @@ def _about(name: str, module: Any) -> list[str]:
 
 
 def _keys() -> str:
-    """Return the page ``keys``: all configuration keys, from the configuration classes."""
+    """Return the page ``keys``: all configuration keys, with descriptions and defaults."""
     return (
         f"# {GENERATED['keys']}\n\n"
         "`hpctrain train FILE --init` writes this text to a file; `hpctrain train FILE --explain "
@@ -134,7 +134,7 @@ def _keys() -> str:
 
 
 def _commands(root: Any) -> str:
-    """Return the page ``commands``: all commands, from their docstrings and options."""
+    """Return the page ``commands``: a section for each command, with its options."""
     lines = [f"# {GENERATED['commands']}", ""]
     lines += ["`hpctrain COMMAND --help` shows one command with examples.", ""]
     for name, command in root.commands.items():
@@ -170,6 +170,6 @@ def show(text: str) -> None:
     if not console.is_terminal:
         typer.echo(text, nl=False)
         return
-    # The 16 colours of the terminal fit the background of the terminal.
+    # Use the 16 standard colours, which are readable on the background of any terminal.
     document = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     console.print(document, width=min(console.width, MAX_WIDTH))

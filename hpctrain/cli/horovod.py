@@ -52,7 +52,7 @@ def build(
 
       hpctrain horovod build --jobs 2 --wheel-dir /shared/wheels
     """
-    # As on Ctrl-C, the build ends the compilers and removes their directory.
+    # On SIGTERM, the build must end the compilers and remove their directory, as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     horovod_build.build(
         typer.echo, jobs=jobs, install=not no_install, wheel_dir=wheel_dir, force=force

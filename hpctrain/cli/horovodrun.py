@@ -58,7 +58,7 @@ _NUMBERS = (
     *("autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples"),
     "autotune-gaussian-process-noise",
 )
-"""Options that set the variable of the same name, ``HOROVOD_`` followed by the option."""
+"""Options with a number that set the variable of the same name, such as HOROVOD_CACHE_CAPACITY."""
 
 
 def _variable(option: str) -> str:
@@ -118,7 +118,10 @@ FULFILLED = {
     "--stall-check": 0,
     "--start-timeout": 1,
 }
-"""Options without effect, because hpctrain always behaves so, with the number of their values."""
+"""Options without effect, because hpctrain always behaves as they request.
+
+Each option has the number of its arguments.
+"""
 
 _FIXED = (
     "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "
@@ -153,7 +156,7 @@ REFUSED = (
 
 
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that the ``given`` options set for ranks.
+    """Return the environment variables that the options in ``given`` set on all ranks.
 
     Raises:
         LaunchError: hpctrain does not support an option; the message contains the remedy.
@@ -175,7 +178,7 @@ def variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct names in ``interfaces``, a list of comma-separated names."""
+    """Return the distinct names in ``interfaces``; each element may be a comma-separated list."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
 
@@ -212,4 +215,4 @@ PARAMETERS = (
     *(_parameter(names, num_values) for names, num_values in FULFILLED.items()),
     *(_parameter(refused.names, refused.num_values) for refused in REFUSED),
 )
-"""The options, for the signature of ``hpctrain launch``."""
+"""All options of this module, as parameters for the signature of ``hpctrain launch``."""

@@ -21,7 +21,7 @@ from hpctrain.launch.stderr import write_line
 from hpctrain.train import load_config
 
 COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of typer for commands whose own options end at the first word of the user's command."""
+"""Settings of typer for a command whose options are followed by a command of the user."""
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
@@ -68,7 +68,7 @@ class LaunchOptions:
     dry_run: bool = flag("Print the mpirun command line and start nothing.", "--dry-run")
 
     def of_mpirun(self, hosts: str | None, variables: dict[str, str]) -> "mpiexec.Options":
-        """Return the options of a launch on ``hosts`` by mpirun."""
+        """Return the options for mpirun, which starts the ranks on ``hosts``."""
         is_allocated = bool(env.scheduler())
         watched = {env.WATCHED: "1"} if self.restart else {}
         if self.log_per_rank:
@@ -122,7 +122,7 @@ def launch(options: LaunchOptions, **of_horovodrun: Any) -> None:
 
       hpctrain launch -n 4 --dry-run python train.py
     """
-    # Raises an error if the current directory was removed; that of mpirun does not name the cause.
+    # Raise an error if the current directory was removed, because mpirun does not name this cause.
     absolute("")
     hosts, words = options.hosts, options.ctx.args
     if hosts and options.hostfile:

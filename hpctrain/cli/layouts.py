@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.cost.machine import Machine
     from hpctrain.cost.transformer import Transformer
 
-BATCH_OF_RANK = 8  # samples of a step for each rank, without --batch
+BATCH_OF_RANK = 8  # samples per step on each rank, if --batch is not given
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 
@@ -106,7 +106,7 @@ class LayoutOptions(SharedOptions):
                 f"{self.gpus_per_node or 'no'} GPUs; give --nodes and --gpus-per-node, or "
                 f"--machine with a file"
             )
-        else:  # NVLink and InfiniBand
+        else:  # assume NVLink in a node and InfiniBand between nodes
             node, network = machines.Link(3e-6, 250e9), machines.Link(5e-6, 25e9)
             nics = max(1, self.gpus_per_node // 2)
             machine = machines.Machine(node=node, network=network, nics=nics)
@@ -174,7 +174,10 @@ def plan_layouts(options: LayoutOptions) -> None:
 
 
 def control_of(machine: "Machine") -> dict[str, dict[str, float]]:
-    """Return the messages of all ranks and the seconds of start-up, agreement and so on."""
+    """Return the messages of all ranks and the seconds of each control operation.
+
+    Control operations send no gradients; an example is the start-up.
+    """
     return {
         name: {"messages": part.messages(machine), "seconds": part.seconds(machine)}
         for name, part in control.PARTS.items()
@@ -182,7 +185,7 @@ def control_of(machine: "Machine") -> dict[str, dict[str, float]]:
 
 
 def control_texts(machine: "Machine") -> list[str]:
-    """Return a line for each part in ``control_of``."""
+    """Return a line for each control operation in ``control_of``."""
     return [
         f"{name}: {part['messages'] / machine.num_ranks:.3g} messages per rank, "
         f"{format_seconds(part['seconds'])}"

@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-try:  # the longest part of the start of the interpreter; afterwards, typer handles SIGINT
+try:  # this import takes the longest part of the start; typer handles SIGINT only after it
     import typer
     from typer.core import TyperCommand, TyperGroup
 except KeyboardInterrupt:
@@ -33,7 +33,7 @@ with postponed("hpctrain", "hpctrain.cli"):
     from hpctrain.launch import pmi
 
 USAGE_ERROR = 2
-ROOT_SPEAKS_S = 2.0  # time that the other ranks give rank 0 to report the same error
+ROOT_SPEAKS_S = 2.0  # seconds that other ranks wait, because rank 0 may report the same error
 
 COMMANDS = {
     "train": ("train", "Train the model that a TOML file describes, on all ranks of the launch."),
@@ -170,7 +170,7 @@ def main() -> None:
         _stop(error)
     except Exception as error:  # errors of the user's script or model
         if _rank()[1]:
-            raise  # the exception hook of the world reports it
+            raise  # the exception hook of hpctrain.init() reports the error and its rank
         if str(error).startswith("cannot load MPI library"):  # the message of mpi4py
             _stop(_without_mpi(error))
         _report(error)
@@ -187,9 +187,9 @@ def _without_mpi(error: Exception) -> LaunchError:
 
 
 def _report(error: Exception) -> None:
-    """Print the traceback of user code only; write the complete traceback to the log.
+    """Print the frames of user code in a traceback; write the whole traceback to the log.
 
-    The function raises ``error`` again if no frame belongs to user code.
+    If no frame belongs to user code, raise ``error`` again.
     """
     world = _world()
     folder = world.current().settings.log_dir if world is not None else None
@@ -204,11 +204,14 @@ def _report(error: Exception) -> None:
 
 
 def _stop(error: HpctrainError) -> None:
-    """Print an error once if all ranks raise it, and exit; raise other errors again."""
+    """Print the error and exit; if only one of several ranks raises it, raise it again.
+
+    If all ranks raise the error, only rank 0 prints it.
+    """
     rank, is_joined = _rank()
     code = FAILED if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
     if is_joined and not isinstance(error, MismatchError | NotFiniteError):
-        raise error  # the exception hook of the world adds the rank and ends all other ranks
+        raise error  # the exception hook of hpctrain.init() adds the rank and ends all ranks
     if rank and not is_joined:
         # Rank 0 usually has the same error, and ends this process when it exits.
         time.sleep(ROOT_SPEAKS_S)
@@ -219,7 +222,7 @@ def _stop(error: HpctrainError) -> None:
 
 
 def _rank() -> tuple[int, bool]:
-    """Return the rank of this process, and True if it is connected to other ranks."""
+    """Return the rank of this process, and whether this process is connected to other ranks."""
     if (world := _world()) is not None:
         return world.rank(), world.size() > 1
     found = env.launched()
@@ -227,6 +230,9 @@ def _rank() -> tuple[int, bool]:
 
 
 def _world() -> Any:
-    """Return ``hpctrain.runtime.world`` if its world is initialized; never import the module."""
+    """Return the module ``hpctrain.runtime.world`` if hpctrain is initialized, else None.
+
+    Never import the module, because the import takes long.
+    """
     module = sys.modules.get("hpctrain.runtime.world")
     return module if module is not None and module.is_initialized() else None

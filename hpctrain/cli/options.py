@@ -42,8 +42,8 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a command that takes an instance of the dataclass ``options``.
 
-    The fields of ``options`` become the options of the command. The command receives
-    the options in ``others`` as keyword arguments.
+    The fields of ``options`` become options on the command line. The options in ``others`` are
+    added; the command receives these as keyword arguments.
     """
     signature = inspect.signature(options)
     own = signature.parameters

@@ -18,7 +18,7 @@ Smooth = Annotated[
         ...,
         "N",
         "Records over which curves are averaged; 1 for none.",
-        shown="a 50th of the records",
+        shown="a 25th of the records",
         min=0,
     ),
 ]

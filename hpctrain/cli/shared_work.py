@@ -1,4 +1,4 @@
-"""Context of commands whose work is shared by the ranks of a launch, with a progress bar."""
+"""Context for commands that divide their work among the ranks of a launch, with a progress bar."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
     A process without other ranks gets None as communicator and does not load MPI.
 
     Raises:
-        MismatchError: the block raised a ``DataError`` on all ranks; rank 0 prints the error, and
-            no rank ends the other ranks.
+        MismatchError: the block raised a ``DataError`` on all ranks; the caller reports it once,
+            on rank 0.
     """
     found = launched()
     comm = tool_ranks.join() if found is not None and found.size > 1 else None
@@ -39,7 +39,7 @@ def ranks(verb: str) -> "Iterator[tuple[Communicator | None, ToolBar]]":
 
 
 class ToolBar(Bar):
-    """Progress bar of rank 0, for the share of rank 0; all ranks have equal shares of the work."""
+    """Progress bar on rank 0. It shows the work of rank 0; all ranks have equal shares of work."""
 
     def __init__(self, verb: str, comm: "Communicator | None") -> None:
         # The amount of work is unknown before ``start``, so the bar has no length.
@@ -56,7 +56,7 @@ class ToolBar(Bar):
         """Start the bar at ``done`` of ``total``; without ``total`` the bar has no length.
 
         Returns:
-            The function that advances the bar; any thread may call it.
+            A function that advances the bar by an amount; any thread may call this function.
         """
         self._bar.reset(self._task, total=total, completed=done)
         return lambda some: self._bar.advance(self._task, some)

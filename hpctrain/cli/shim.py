@@ -68,7 +68,7 @@ def shim(
 
 
 def become(words: Sequence[str]) -> NoReturn:
-    """Replace this process by ``python WORDS``, in which ``import horovod`` imports hpctrain."""
+    """Replace this process by ``python WORDS``; there, ``import horovod`` imports hpctrain."""
     environ = {**os.environ, sitecustomize.PYTHON: sys.executable}
     folders = filter(None, [str(sitecustomize.HERE), environ.get("PYTHONPATH")])
     environ["PYTHONPATH"] = os.pathsep.join(folders)

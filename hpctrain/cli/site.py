@@ -26,7 +26,7 @@ _SOUGHT = {
     "job": ("partition", "scratch"),
     "node": ("cpus", "gpus", "numa_domains", "adapters", "network"),
 }
-"""Keys of a profile that ``init`` sets, by table."""
+"""Keys of a profile that ``init`` tries to find, by table."""
 
 _NETWORKS: Mapping[str, Literal["slingshot", "infiniband"]] = {
     "cxi": "slingshot",

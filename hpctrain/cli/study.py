@@ -133,7 +133,11 @@ class StudyOptions:
     extra: Extra = None
 
     def of_study(self) -> "Study":
-        """Return the study of the file. Raises ``ConfigError`` if file or options are invalid."""
+        """Return the study that the file describes.
+
+        Raises:
+            ConfigError: the file or an option is invalid.
+        """
         config = study_file.load(self.path)
         for word in shlex.split(config.command.run):
             if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
@@ -162,11 +166,11 @@ class StudyOptions:
 def run(options: StudyOptions) -> None:
     """Measure all points of a scaling study, each several times, in random order.
 
-    SIGINT, SIGTERM or SIGHUP ends the study and the ranks of the present point, which is not
+    SIGINT, SIGTERM or SIGHUP ends the study and the ranks of the current point, which is not
     recorded. The same command continues: recorded points are not measured again. A point that
     fails is recorded with its last lines of output, and the study continues; the exit code is then
-    1. The study stops if three attempts in a row fail with the same error that the points cannot
-    cause: no point has ever succeeded, or these points have succeeded before.
+    1. The study stops if three attempts in a row fail with the same error, and the points are not
+    the cause: either no point has succeeded yet, or these points have succeeded before.
 
     Relative paths start at the current directory. The modules that a TOML file names are first
     searched next to this file.

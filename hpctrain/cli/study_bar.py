@@ -1,4 +1,4 @@
-"""Measurement of a study on a terminal."""
+"""Measurement of a study, with a progress bar."""
 
 import os
 import signal
@@ -24,15 +24,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def measure(found: "Study", attempts: "list[PointRepeat]") -> bool:
     """Measure attempts with a progress bar; return False if the study stopped early.
 
-    SIGINT, SIGTERM and SIGHUP end the ranks of the present point, which is not recorded, and then
-    this process, with exit code 128 plus the number of the signal.
+    SIGINT, SIGTERM and SIGHUP end the ranks of the current point, without a record of it, and then
+    this process, with exit code 128 plus the signal number.
     """
     with StudyBar(found, attempts) as bar, handling(SIGNALS, bar.end):
         return found.measure(attempts, begun=bar.begun, ended=bar.ended)
 
 
 class StudyBar(Bar):
-    """Progress bar that shows the present point and prints a line for each attempt."""
+    """Progress bar that shows the current point, and prints a line after each attempt."""
 
     def __init__(self, found: "Study", attempts: "list[PointRepeat]") -> None:
         self._console = make_console(shown=True)
@@ -45,19 +45,19 @@ class StudyBar(Bar):
         self._task = self._bar.add_task("", total=len(attempts))
 
     def end(self, number: int, _frame: FrameType | None) -> None:
-        """Raise ``SystemExit`` at a signal; ignore further ones."""
+        """Handle a signal: print a line and raise ``SystemExit``; ignore further signals."""
         for each in SIGNALS:
             if signal.getsignal(each) == self.end:  # a second signal would interrupt the end
                 signal.signal(each, signal.SIG_IGN)
-        # On an overloaded machine, the end of the ranks takes long. The signal may have
-        # interrupted a write to sys.stderr, which therefore cannot be used.
+        # Print now, because ending the ranks may take long. Do not use sys.stderr: the signal may
+        # have interrupted a write to it.
         line = f"hpctrain: {signal.Signals(number).name} ends the study {self.state}\n"
         os.write(2, f"{chr(10) * os.isatty(2)}{line}".encode())
         sys.exit(128 + number)
 
     @property
     def state(self) -> str:
-        """Text with the present point, the number of measured points, and how to continue."""
+        """Text with the current point, the number of measured points, and how to continue."""
         count = f"{self._num_done} of {self._num_attempts} repeats of points"
         return f"{self._present}, after {count}; the same command measures the others"
 

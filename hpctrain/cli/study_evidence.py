@@ -150,7 +150,7 @@ def reproduce(
     archive, place = archive.absolute(), _unpacked(archive, out)
     first = study_results.StudyResults.read(place / "original" / study_archive.STUDY)
     config, table = first.config, first.config.study
-    if table.cores == (first.environment or {}).get("cores"):  # counted, not set in the file
+    if table.cores == (first.environment or {}).get("cores"):  # not set in STUDY.toml, but counted
         table = replace(table, cores=0)
     config = replace(
         config,

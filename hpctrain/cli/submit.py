@@ -45,7 +45,7 @@ _OUTPUT_DIR = re.compile(r"\s*output_dir\s*=")
 
 TRY_S = 600.0  # time limit for building a configuration and reading one batch
 
-PRINTED_OUTPUT = "slurm-%x-%j.out"  # output of a script that is only printed: job name and number
+PRINTED_OUTPUT = "slurm-%x-%j.out"  # output file of a printed script, with job name and id
 
 LIST = "list"  # value of ``--template`` without a name
 
@@ -123,7 +123,10 @@ class SubmitCommand(TyperCommand):
     """Command that accepts ``--template`` without a name, and a command after ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; a missing name is ``LIST``, and ``ctx.args`` keeps the command."""
+        """Parse the arguments; store the words after ``--`` in ``ctx.args``.
+
+        If ``--template`` has no name, the name is ``LIST``.
+        """
         if "--" in args:
             at = args.index("--")
             self.parse_args(ctx, args[:at])
@@ -201,7 +204,7 @@ class SubmitOptions:
                 f"`{shlex.join(words)}`; omit one"
             )
         else:
-            # Only the job knows the values of its shell variables: omit overrides that use them.
+            # Omit overrides with shell variables, whose values only the job knows.
             known = [text for text in map(_without_index, self.overrides or ()) if "$" not in text]
             run = load_config.load(config, known, configuration.given()).config
             name = self.name or run.name
@@ -243,7 +246,7 @@ class SubmitOptions:
             mem=mem,
             time=None if self.time is None else scheduler.sbatch_time(self.time),
             gpus_per_node=gpus,
-            # sbatch creates no directory, and the user submits a printed script without hpctrain.
+            # A user submits a printed script with sbatch, which does not create a directory.
             output=self.output or (PRINTED_OUTPUT if self.print_only else job.output),
             array=self.array,
             dependency=None if self.after is None else scheduler.dependency(self.after),
@@ -251,7 +254,7 @@ class SubmitOptions:
             config=None if self.config is None else str(self.config),
             program=tuple(words),
             directory=job.directory,
-            # The script sets the directory, because each index of an array has its own.
+            # The script sets output_dir, because each index of an array has its own directory.
             overrides=tuple(each for each in overrides if not _OUTPUT_DIR.match(each)),
             extra=extra,
         )
@@ -275,8 +278,8 @@ class SubmitOptions:
     def binds_by_gpu(self, settings: "BatchSettings") -> bool:
         """Return True if ranks can be bound to the cores that the profile lists for each GPU.
 
-        This requires one rank per GPU, and ranks that take all cores of a node. Otherwise, Slurm
-        may give the listed cores to other jobs. The function then prints a note.
+        This requires one rank per GPU, and ranks that use all cores of a node. Otherwise, Slurm
+        may give the listed cores to other jobs, and the method prints a note.
         """
         node, tasks = self._site_node(), settings.ntasks_per_node
         if not node.gpu_cores:
@@ -292,13 +295,13 @@ class SubmitOptions:
         return False
 
     def _site_options(self) -> list[str]:
-        """Return the profile's sbatch options, without those that ``extra`` sets."""
+        """Return the sbatch options of the profile that the command line does not set."""
         given = {each.partition("=")[0] for each in self.extra or ()}
         options = () if self.profile is None else self.profile.job.options
         return [each for each in options if each.partition("=")[0] not in given]
 
     def _site_node(self) -> sites.SiteNode:
-        """Return the profile's description of a node; empty if the user requests other nodes."""
+        """Return the node that the profile describes; empty if other nodes are requested."""
         if self.profile is None:
             return sites.SiteNode()
         return self.profile.node_of(self.partition, self.extra or ())
@@ -378,11 +381,11 @@ def submit(options: SubmitOptions) -> None:
 def _share_of_node(
     partition: str | None, tasks: int, mem: str | None, node: sites.SiteNode
 ) -> tuple[int | None, str | None]:
-    """Return the CPUs per task and the memory that let ``tasks`` ranks use a complete node.
+    """Return the CPUs per task and the memory with which ``tasks`` ranks use a complete node.
 
-    ``node`` is the node of the site's profile. If the ranks use only some of its GPUs, they get a
-    proportional share of its CPUs. If neither the profile nor Slurm describes the nodes, the
-    result is None and the unchanged ``mem``.
+    ``node`` is the node that the site profile describes. If the ranks use only some of its GPUs,
+    they get a proportional share of its CPUs. If neither the profile nor Slurm describes the
+    nodes, return None for the CPUs, and ``mem`` unchanged.
     """
     is_part = tasks < node.gpus
     shape = None if node.cpus else scheduler.node_shape(partition)
@@ -416,7 +419,7 @@ def _list_templates() -> None:
 
 
 def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[str]:
-    """Return the command of a job. Raises ``ConfigError`` if the command cannot run."""
+    """Return the command of a job; raise ``ConfigError`` if its script does not exist."""
     if overrides:
         raise ConfigError(
             f"--set must be used with a configuration, got --set {overrides[0]} and the command "
@@ -438,10 +441,10 @@ def check(
     *,
     needs_slurm: bool = True,
 ) -> None:
-    """Print the faults of a script and the test result of Slurm; exit with 1 on errors.
+    """Check a script, also with Slurm; print all faults, and exit with code 1 on an error.
 
-    ``made`` is the directory that hpctrain creates before the job starts. Without ``needs_slurm``,
-    a machine without Slurm is a note, not an error.
+    ``made`` is the directory that hpctrain creates before the job starts. If Slurm is not
+    available here, this is an error with ``needs_slurm``, and only a note without it.
     """
     findings = lint.lint(script, facts=lint.gather(made=made, site=site))
     for finding in (each for each in findings if each.level != "ok"):
@@ -483,5 +486,5 @@ def try_configuration(config: Path, overrides: Sequence[str]) -> None:
 
 
 def _without_index(override: str) -> str:
-    """Replace the index of a job array by 0 in an override: only the job knows its index."""
+    """Replace the variable with the array index by 0, because only the job knows its index."""
     return re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", override)

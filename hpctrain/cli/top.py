@@ -136,7 +136,7 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
 
 
 def _state(view: "RunView") -> str:
-    """Return a text with the state of the run and the state of the process that runs its job."""
+    """Return a text about the state of the run, and whether its job is alive."""
     age = "" if view.heartbeat_age_s is None else f" for {format_seconds(view.heartbeat_age_s)}"
     if view.status.state == "finished" or view.life == "none":
         return view.status.what

@@ -106,8 +106,8 @@ def train(options: TrainOptions) -> None:
         "a run must have a configuration, got none; use hpctrain train CONFIG.toml, and write "
         "a configuration with hpctrain train my.toml --init",
     )
-    # Loading torch takes seconds. A wrong launch is detected before, and a request to stop that
-    # arrives while torch is loaded is kept.
+    # Loading torch takes seconds. Errors of the launch are detected before that, and a request to
+    # stop that arrives while torch is loaded is not lost.
     with stopping.held_back():
         mpi_world.doubt()
         run_options = options.run_options()

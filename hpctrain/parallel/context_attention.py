@@ -122,8 +122,8 @@ class _Ring(torch.autograd.Function):
                 steep = likely * (gradient @ values.mT - share)
                 of_query += steep @ keys * scale
                 grown = (grown[0] + steep.mT @ query * scale, grown[1] + likely.mT @ gradient)
-            # Gradients are sent in step with their keys and values, and reach the rank that owns
-            # the part after the last iteration.
+            # Gradients are sent around the ring together with their keys and values; after the
+            # last iteration, each rank has the gradients of its own part.
             grown = _pass_on(ctx.group, *grown)
         of_query, of_key, of_value = (each.to(key.dtype) for each in (of_query, *grown))
         return of_query, of_key, of_value, None
@@ -134,7 +134,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
-    """Return scores ``(n, heads, part, part)``; with ``is_own``, -inf for keys after the query."""
+    """Return attention scores, ``(n, heads, part, part)``.
+
+    With ``is_own``, queries and keys are of the same part, and keys after a query get -inf.
+    """
     scores: Tensor = query @ keys.mT * query.shape[-1] ** -0.5
     if is_own:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -143,7 +146,10 @@ def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
 
 
 def _around(group: dist.ProcessGroup, *tensors: Tensor) -> Any:
-    """Yield each rank of the ring with its tensors, starting with this rank. Collective."""
+    """Yield ``(rank, *tensors of this rank)`` for each rank of the ring. Collective.
+
+    The order is: this rank, then the rank before it, and so on around the ring.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for turn in range(size):
         yield (rank - turn) % size, *tensors

@@ -47,7 +47,7 @@ from hpctrain.parallel.guard_layout import (
 from hpctrain.parallel.last_step import LastStep
 
 FORWARD, EVALUATION, STEP = 0, 1, 2
-"""Kinds of calls before which ranks compare; ``STEP + n`` is the step of optimizer n."""
+"""Kinds of calls; ranks compare before each call. ``STEP + n`` is a step of optimizer ``n``."""
 
 _RULES = {
     "contents": "ranks must hold the same values of replicated parameters, but differ in {}; "
@@ -73,13 +73,13 @@ _RULES = {
     "what": "ranks must take the same steps, but differ in {}; call forward, backward and step() "
     "equally often on all ranks",
 }
-"""Error message of each rule. Of several violated rules, the guard reports the last one here."""
+"""Error message of each rule. If several rules are violated, the guard reports the last one."""
 _FAULTS = ("", *_RULES)
-_HEAD = 4  # words before the facts: fault, ``is_new``, and a pair that only one axis compares
+_HEAD = 4  # numbers before the facts: fault, ``is_new``, and a pair that only one axis compares
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Facts that stages do not compare, since stages have different parameters.
+"""Facts that pipeline stages do not compare, because stages have different parameters.
 
-These facts are the last of a message, so that a message between stages ends before them.
+These facts are at the end of a message, so that messages between stages can omit them.
 """
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
@@ -220,7 +220,7 @@ class Guard:
         *,
         compares: bool,
     ) -> tuple[list[int], bool]:
-        """Compare along all axes; return the message's maxima, and whether ``batch`` differs.
+        """Compare along all axes; return the maxima of all numbers, and whether ``batch`` differs.
 
         Collective.
         """
@@ -262,10 +262,11 @@ class Guard:
     def _exchanged(
         self, words: list[int], axis: Axis, names: Sequence[str], what: int, own: int | None
     ) -> list[int]:
-        """Return the maxima of words over an axis; word 0 is the index of a violated rule.
+        """Return the maxima of ``words`` over an axis. Collective.
 
-        Collective. Along the stages, the flags and the facts in ``_SAME`` are not sent. Along
-        other axes, the facts about shared weights are not compared.
+        Word 0 of the result is the index of a violated rule, or 0. Along the stages, the flags and
+        the facts in ``_SAME`` are not sent. Along other axes, the facts about shared weights are
+        not compared.
         """
         hidden = [] if axis.is_stages else [name for name in names if name.startswith("tied")]
         hidden += ["gradients"] * (axis.is_averaged and what < STEP)
@@ -302,7 +303,7 @@ class Guard:
         }
 
     def _pattern(self, layout: GuardLayout, what: int) -> int | None:
-        """Return the state that all gradients of this stage have; None if the states differ."""
+        """Return the state of all gradients of this stage, or None if their states differ."""
         is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
         if not self._layouts.has_stages or is_too_early:
             return None
@@ -342,7 +343,7 @@ class Guard:
         return False
 
     def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
-        """Raise the error of a rule, with the values that differ, on all ranks. Collective."""
+        """Raise the error of rule ``fault``, with the values that differ. Collective."""
         self._last.forget()
         text, axes = "", self._layouts.layout.axes
         for axis in axes:
@@ -357,7 +358,7 @@ class Guard:
     def _texts(
         self, fault: str, what: int, optimizer: Optimizer | None, axis: Axis
     ) -> Mapping[str, str]:
-        """Return the values that rule ``fault`` compares on this rank, as text by name."""
+        """Return, as text by name, this rank's values that the rule ``fault`` compares."""
         if fault == "what":
             step = f"step() of optimizer {what - STEP}"
             return {"the call": ("forward", "evaluation", step)[min(what, STEP)]}
@@ -380,7 +381,10 @@ class Guard:
         )
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Return the optimizer's index in the order of first steps; None if of another model."""
+        """Return the index of an optimizer, or None for an optimizer of another model.
+
+        Optimizers are numbered in the order of their first steps.
+        """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:
@@ -407,7 +411,7 @@ class Guard:
             return
         # The comparison must precede FSDP's gathering, also if fully_shard() was called later.
         move_to_front(module, self._handles[2])
-        # A forward during backward is a recomputation, and the first forward was compared.
+        # A forward during backward repeats a forward before which the ranks have compared.
         is_backward = graph_task_id() != -1
         if torch.is_grad_enabled() and not is_backward:
             self.compare(FORWARD)
@@ -451,7 +455,7 @@ def guard_of(model: nn.Module) -> Guard:
 
 
 def release(model: nn.Module) -> int:
-    """Close all guards of a model and its modules; return the guards' largest ``num_flags``."""
+    """Close the guards of a model and its modules; return the largest ``num_flags`` of these."""
     guards = [m.__dict__.pop("_guard") for m in model.modules() if "_guard" in m.__dict__]
     for guard in guards:
         guard.close()

@@ -1,4 +1,4 @@
-"""Facts that the ranks of a divided model compare, as numbers for all-reduce and as text."""
+"""Facts that the ranks of a divided model compare: as numbers, for all-reduce, and as text."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from hpctrain.gradients.weight_sample import WeightSample
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-NOTHING = -(1 << 62)  # word of a rank that compares no value
+NOTHING = -(1 << 62)  # number that a rank sends if it has no value to compare
 STATES = (
     "no gradient",
     "set by the program",
@@ -26,12 +26,12 @@ _NONE, _SET, _LEFT, _CHANGED = range(4)
 
 
 def pairs(values: Sequence[int | None]) -> list[int]:
-    """Return ``v, -v`` for each value; the maxima over ranks show whether values differ."""
+    """Return ``v, -v`` for each value ``v``; see ``differ`` for the maxima over ranks."""
     return [n for v in values for n in ((NOTHING, NOTHING) if v is None else (v, -v))]
 
 
 def differ(words: Sequence[int]) -> bool:
-    """Return whether the values of ranks differ, given the maxima of a pair ``v, -v``."""
+    """Return whether a value ``v`` differs between ranks, given the maxima of ``v`` and ``-v``."""
     most, least = words
     return most not in (NOTHING, -least)
 
@@ -42,7 +42,7 @@ def crc(what: object) -> int:
 
 
 def part(tensor: Tensor) -> Tensor:
-    """Return the local tensor object of a DTensor, without creating a view; else ``tensor``."""
+    """Return the local tensor object of a ``DTensor``, not a view; return others unchanged."""
     here: Tensor = getattr(tensor, "_local_tensor", tensor)
     return here
 
@@ -55,7 +55,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return the options of all parameter groups and of the last clipping, as text by name."""
+    """Return the options of all parameter groups and of the last clipping: text by name."""
     found = {"optimizer": type(optimizer).__name__, "clipping": getattr(optimizer, "_clipped", "")}
     for number, group in enumerate(optimizer.param_groups):
         found |= {f"{k} of group {number}": repr(v) for k, v in group.items() if k != "params"}
@@ -86,7 +86,7 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
     if left:
         now = _sizes(list(left))
         before, after = (torch.stack([s[g].cpu() for g in left]) for s in (left, now))
-        # The comparison as bits treats NaN as unchanged.
+        # Compare the bits, because NaN is not equal to NaN.
         same = (before.view(torch.int64) == after.view(torch.int64)).tolist()
         changed = {id(g) for g, is_same in zip(left, same, strict=True) if not is_same}
         for number, parameter in enumerate(parameters):
@@ -96,12 +96,12 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a matrix of 4 rows, of which ``is_clamp`` evaluates the maxima over all ranks.
+    """Return a matrix with 4 rows; ``is_clamp`` gets its elementwise maxima over all ranks.
 
-    Each column describes the gradient of one parameter. Row 0: negative of the largest absolute
-    element, if the gradient changed without a write that its version counts. Row 1: the largest
-    absolute element of an unchanged gradient. Rows 2 and 3: for any other gradient, its index in
-    ``STATES``, and the negative of the index. All other elements are -inf.
+    Each column describes the gradient of one parameter. If the gradient has changed but its
+    version counter has not, row 0 has the negative of its largest absolute element. If the
+    gradient is unchanged, row 1 has its largest absolute element. Otherwise, rows 2 and 3 have
+    its index in ``STATES`` and the negative of this index. All other elements are -inf.
     """
     states = states_of(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -134,16 +134,19 @@ def is_clamp(bounds: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor; for a divided DTensor, of DTensor operations."""
+    """Return the number of writes to a tensor.
+
+    For a divided ``DTensor``, writes to its local tensor are not counted.
+    """
     own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
     return version_of(tensor) + own
 
 
 def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """Return the largest absolute element of each gradient that has elements on every rank.
+    """Return the largest absolute element of each ``DTensor`` that has elements on every rank.
 
-    The result contains only DTensors, because the version counters of DTensors do not count writes
-    by ``torch._foreach_...``, such as clipping.
+    The result is for gradients whose version counter is not sufficient: the counter of a
+    ``DTensor`` does not count writes by ``torch._foreach_...``, such as clipping.
     """
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -157,7 +160,7 @@ def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _has_all(tensor: DTensor) -> Iterator[bool]:
-    """Yield, for each dimension, whether every rank has at least one index of this dimension."""
+    """Yield, for each dimension, whether no rank has an empty range of this dimension."""
     parts = [1] * tensor.ndim
     for one, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if not isinstance(one, Replicate):
@@ -172,7 +175,7 @@ def writes_of(named: Named) -> list[int]:
 
 
 def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
-    """Return the facts about a shared weight that stages compare, as text by name."""
+    """Return, as text by name, the facts about a shared weight that the stages compare."""
     return {
         "requires_grad": str(parameter.requires_grad),
         "the gradient": STATES[states_of([parameter])[0]],
@@ -181,7 +184,7 @@ def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
 
 
 def texts(fact: str, named: Named, optimizer: Optimizer | None) -> Mapping[str, str]:
-    """Return the values that rule ``fact`` compares on this rank, as text by name."""
+    """Return, as text by name, this rank's values that the rule ``fact`` compares."""
     if fact in ("settings", "stages"):
         return settings_of(optimizer) if optimizer else {}
     if fact == "trained":

@@ -1,4 +1,4 @@
-"""Parameters of a divided model, the axes of its ranks, and the collectives over an axis."""
+"""Parameters of a divided model, axes along which it is divided, collectives over an axis."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from hpctrain.parallel.guard_facts import Named
 
 
 class Axis(NamedTuple):
-    """Group of ranks that compare operations, with the parameters that the ranks replicate."""
+    """Group of ranks that compare operations, and the parameters that are equal on these ranks."""
 
     group: Any
     device: str
@@ -32,7 +32,7 @@ class GuardLayout(NamedTuple):
     named: Named
     axes: Sequence[Axis]
     watched: Named
-    """Parameters that all ranks of all axes except the stages hold, as a whole or in part."""
+    """Parameters of which each rank of each axis, except the stages, has the whole or a part."""
 
     @property
     def stages(self) -> list[Axis]:
@@ -43,7 +43,7 @@ class GuardLayout(NamedTuple):
         """Yield all axes except the stages, some twice, so that all ranks get each difference.
 
         Values of replicas are compared along one axis after another. A difference along a later
-        axis reaches the ranks of an earlier axis only if this axis is yielded again.
+        axis reaches the ranks of an earlier axis only if the earlier axis is yielded again.
         """
         first = [axis for axis in self.axes if axis.replicated]
         yield from first
@@ -67,9 +67,10 @@ def gathered(one: object, axis: Axis) -> list[Any]:
 
 
 def difference(mine: Mapping[str, str], axis: Axis) -> str:
-    """Return the first name whose texts differ between ranks, with texts and ranks; or "".
+    """Return the first name in ``mine`` whose text differs between the ranks of ``axis``.
 
-    Collective over the axis.
+    The result also contains the texts and their ranks; it is empty if no text differs. Collective
+    over the axis.
     """
     of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
     ranks = dist.get_process_group_ranks(axis.group)
@@ -80,7 +81,7 @@ def difference(mine: Mapping[str, str], axis: Axis) -> str:
     return next((f"{name} ({seen})" for name, seen in differing(of_ranks).items()), "")
 
 
-# Compare by identity, since the layout of a stage without parameters is equal to _UNKNOWN.
+# Compared by identity, because the layout of a stage without parameters is equal to _UNKNOWN.
 _UNKNOWN = GuardLayout((), (), ())
 
 
@@ -95,10 +96,10 @@ class LayoutFinder:
     def __init__(self, model: nn.Module, stages: DeviceMesh | None) -> None:
         self._model, self._stages = weakref.ref(model), stages
         self.replicas: list[tuple[Any, str, bool]] = []
-        """Groups of ranks with replicas of the plain parameters: group, device type, and whether
-        gradients differ until the ranks average them before a step."""
+        """For each group of ranks with replicas of the plain parameters: the group, its device
+        type, and whether gradients differ until the ranks average them before a step."""
         self._groups: dict[tuple[int, ...], tuple[Any, str]] = {}
-        """Group and device type of each axis of the DTensors found so far, by ranks."""
+        """By ranks: group and device type of each axis of the DTensors found so far."""
         self.refresh()
 
     @property
@@ -112,7 +113,7 @@ class LayoutFinder:
         self.layout = _UNKNOWN
 
     def now(self) -> GuardLayout:
-        """Return the layout of the current parameters; FSDP replaces parameters during forward."""
+        """Return the layout of the current parameters, which FSDP replaces during forward."""
         named, before = self.named(), self.layout.named
         is_known = self.layout is not _UNKNOWN and len(named) == len(before)
         if not is_known or any(p is not q for (_, p), (_, q) in zip(named, before, strict=True)):
@@ -133,7 +134,10 @@ class LayoutFinder:
         return list({id(p): (name, p) for name, p in held}.values())
 
     def _found(self, named: Named) -> GuardLayout:
-        """Return the layout of ``named``, first the axes with replicated parameters."""
+        """Return the layout of the parameters ``named``.
+
+        Axes with replicated parameters are before other axes; the axis of the stages is last.
+        """
         replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         groups_of: dict[str, set[Any]] = {}
         for name, p in named:

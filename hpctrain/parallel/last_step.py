@@ -1,4 +1,4 @@
-"""State of a divided model after its last step, which the ranks compare at the end of the run."""
+"""State of a divided model after its last step, compared between ranks at the end of a run."""
 
 import weakref
 from collections import Counter
@@ -22,12 +22,12 @@ Ranks = tuple[int, ...]
 
 
 class LastStep:
-    """State of a divided model after its last step, which the ranks compare at the end of the run.
+    """Records the state of a divided model after each step; ranks compare the last one at the end.
 
     The ranks of an axis compare the numbers of steps and the settings of optimizers; ranks with
     replicas also compare values and optimizer state. The stages of a pipeline compare shared
-    weights, the number of steps since the last batch, and settings, if the settings of all stages
-    were equal in the first step.
+    weights and the number of steps since the last batch. They also compare settings, if the
+    settings of all stages were equal in the first step.
 
     Args:
         shared: returns the weights that stages share.
@@ -44,7 +44,7 @@ class LastStep:
         self._shared, self._taken, self._are_uniform = shared, taken, are_uniform
         self._axes: dict[Ranks, list[Axis]] = {}
         self._samples: dict[Ranks, WeightSample] = {}
-        """Samples of replicas after the last step; later changes on one rank are allowed."""
+        """Samples of replicas after the last step; changes after that step are not compared."""
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, int]()
         self._num_steps = Counter[int]()
         self._layout: GuardLayout | None = None
@@ -52,7 +52,10 @@ class LastStep:
         self._names: dict[Ranks, str] = {}
 
     def begin(self, layout: GuardLayout, optimizer: Optimizer, number: int) -> None:
-        """Record that a step begins. Local, but called by all ranks of an axis."""
+        """Record that a step begins; ``number`` is the index of the optimizer.
+
+        Local, but all ranks of an axis must call this method.
+        """
         self._optimizers[optimizer] = number
         if layout is self._layout:
             return
@@ -82,7 +85,7 @@ class LastStep:
                 sample.mark(None)
 
     def left(self, ranks: Ranks, /, *, has_weights: bool = True) -> Mapping[str, str]:
-        """Return the state that the ranks of a group compare, as text by name. Not collective."""
+        """Return, as text by name, the state that the group of ``ranks`` compares. Local."""
         found: dict[str, str] = {}
         for axis in self._axes.get(ranks, ()):
             if axis.is_stages and self._taken:
@@ -104,7 +107,11 @@ class LastStep:
         }
 
     def _values(self, axis: Axis, ranks: Ranks) -> dict[str, Any]:
-        """Return values to compare: replicas with optimizer state, and all step counts."""
+        """Return the values that the ranks of ``axis`` compare.
+
+        Stages compare shared weights; other ranks compare replicas with their optimizer state, and
+        the step counts of all parameters.
+        """
         if axis.is_stages:
             return {name: part(p.detach()) for name, p in self._shared() if p is not None}
         replicated = dict(axis.replicated)
@@ -125,6 +132,6 @@ class LastStep:
         }
 
     def __del__(self) -> None:
-        """Store the values for the final comparison if the program deletes its model."""
+        """Store the values for the final comparison, because the program has deleted its model."""
         for name in self._names.values() if self._states else ():
             self._states.keep(name, self.left)  # type: ignore[union-attr]

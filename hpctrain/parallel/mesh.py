@@ -37,8 +37,8 @@ def build_mesh(
     ranks of ``cp``, then of ``pp``; ``dp`` is outermost. Rank 0 prints the placement and the
     traffic between nodes to stderr. The mesh has all four axes, including axes of size 1.
 
-    The function initializes the world, and torch's default process group with the backend
-    ``hpctrain``, if necessary.
+    If necessary, the function calls ``hpctrain.init()`` and creates torch's default process group
+    with the backend ``hpctrain``.
 
     Args:
         tp: ranks that divide the matrices of each layer.
@@ -86,7 +86,7 @@ def _use(device: str) -> None:
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes ``dp`` and ``cp`` as one axis; its ranks average gradients.
+    """Return the axes ``dp`` and ``cp`` joined into one axis, along which gradients are averaged.
 
     Collective over all ranks at the first call for a mesh; later calls return the same axis.
 
@@ -169,7 +169,7 @@ def _words(sizes: dict[str, int]) -> str:
 
 
 def packed(nodes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """Return all ranks, ordered so that groups of an axis are on one node if possible.
+    """Return all ranks, ordered so that each group of an axis is on one node if possible.
 
     Not collective.
 
@@ -202,8 +202,8 @@ def placement(mesh: DeviceMesh) -> str:
         mesh: any torch mesh, such as from ``init_device_mesh``.
 
     Returns:
-        Two lines: the axes with the ranks of their first groups, and the traffic; a third line if
-        tensor or context parallel groups extend over several nodes.
+        Two lines: the axes, each with the ranks of its first group, and the traffic. If tensor or
+        context parallel groups extend over several nodes, a third line is a warning.
 
     Raises:
         NotInitializedError: ``init`` was not called.

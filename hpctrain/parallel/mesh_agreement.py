@@ -14,7 +14,7 @@ from hpctrain.core.checksum import crc32
 
 
 def gathered(item: object, mesh: DeviceMesh | None = None) -> list[Any]:
-    """Return the items of all ranks of ``mesh``, by default of the world. Collective."""
+    """Return the items of all ranks of ``mesh``, or of all ranks if it is None. Collective."""
     found = [item]
     for group in [None] if mesh is None else mesh.get_all_groups():
         lists: list[Any] = [None] * dist.get_world_size(group)

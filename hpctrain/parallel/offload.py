@@ -42,9 +42,9 @@ class _Slice(NamedTuple):
 class FileState:
     """Stores shards of parameters and optimizer state in an unnamed file.
 
-    The file is deleted at the end of the process. The constructor reserves its blocks, so a disk
-    that becomes full later causes no error. Pages that are not written yet, or that are read
-    ahead, are in the page cache, which the kernel can reclaim.
+    The file is deleted at the end of the process. The constructor reserves the blocks of the file,
+    so a disk that becomes full later causes no error. Pages that are not written yet, or that are
+    read ahead, occupy the page cache; the kernel can reclaim this memory.
 
     Args:
         optimizer: optimizer of the parameters, before they are sharded.
@@ -106,10 +106,10 @@ class FileState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters that have a gradient, bucket by bucket, and read one bucket ahead.
+        """Update all parameters that have a gradient, bucket by bucket; read one bucket ahead.
 
-        The parameters are then removed from the optimizer, so that the optimizer's own ``step()``,
-        which follows, updates nothing; ``end_step`` restores the parameters.
+        Then remove the parameters from the optimizer, so that the ``step()`` of the optimizer,
+        which torch calls next, updates nothing; ``end_step`` restores the parameters.
 
         Raises:
             ConfigError: the options of the optimizer require state that the file does not

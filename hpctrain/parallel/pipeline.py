@@ -51,8 +51,8 @@ class Pipeline:
         schedule: ``gpipe`` or ``1f1b`` with one stage per rank; ``interleaved``, ``zero_bubble``
             or ``zbv`` with two stages per rank.
         stages_per_rank: number of stages of each rank, for ``interleaved`` and ``zero_bubble``.
-            With these schedules on P ranks, the number of micro-batches M must be a multiple of
-            ``M // P``, for example a multiple of P.
+            With these schedules on P ranks, the number of micro-batches M must be divisible by
+            ``M // P``; each multiple of P is.
         sample: micro-batch with which the layers are timed to balance the stages; None to balance
             stages by the number of parameters.
         wrap: function that is applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
@@ -169,7 +169,7 @@ class Pipeline:
         for stage in self._stages:
             stage.reset()
         losses: list[Tensor] = []
-        # Torch before 2.13 compares strides with the strides of a contiguous copy.
+        # Torch before 2.13 raises an error unless inputs have the strides of a contiguous tensor.
         inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         targets = target if self._stages[-1].is_last else None
         start = time.perf_counter()
@@ -222,7 +222,7 @@ class Pipeline:
         norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
         sums = torch.zeros(1 + self._mesh.size(), dtype=torch.float64)
         sums[0] = norm.to(sums).square()
-        # The sum contains the values of all ranks.
+        # Each rank fills its own element, so the sum contains max_norm of all ranks.
         sums[1 + self._mesh.get_local_rank()] = max_norm
         dist.all_reduce(sums, group=self._group)
         if not torch.equal(sums[1:], sums[1].expand(self._mesh.size())):
@@ -241,9 +241,9 @@ class Pipeline:
         """Return a text about the waiting time of the last step. Collective over the axis.
 
         Returns:
-            On every rank, one line with the bubble (the fraction of the step in which ranks wait),
-            the bubble of equally fast stages, ``(P - 1) / (M + P - 1)`` for M micro-batches on P
-            ranks, and the slowest rank.
+            One line, on every rank: the bubble, which is the mean fraction of the step in which a
+            rank waits; the bubble of equally fast stages, ``(P - 1) / (M + P - 1)`` for M
+            micro-batches on P ranks; and the slowest rank.
 
         Raises:
             ConfigError: ``step`` was not called.
@@ -267,7 +267,11 @@ class Pipeline:
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
-    """Return layer costs: mean seconds over all ranks, or parameter counts. Collective."""
+    """Return the cost of each layer, the same on all ranks. Collective if ``sample`` is given.
+
+    The cost is the mean time over all ranks in seconds, or without ``sample`` the number of
+    parameters.
+    """
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))

@@ -62,9 +62,9 @@ class ShardedOptimizer(Optimizer):
 class Gradients:
     """Records which parameters have received a gradient on any rank since the last step.
 
-    The constructor adds a hook to each unsharded parameter, which records that the parameter has
-    received a gradient. For a parameter without a gradient, torch averages zeros, since other
-    ranks may have used the parameter. The constructor is collective.
+    The constructor is collective. It adds a hook to each unsharded parameter; the hook records
+    that this rank has computed a gradient. For a parameter without a gradient, torch averages
+    zeros, because other ranks may have used the parameter.
     """
 
     def __init__(self, model: nn.Module, stage: int) -> None:
@@ -83,7 +83,7 @@ class Gradients:
             unit.reshard()
 
     def sync(self, *, is_last: bool) -> None:
-        """Set whether the next backward is the last before a step, and must average gradients."""
+        """Set whether the next backward is the last before a step and must average gradients."""
         self.model.set_requires_gradient_sync(is_last or self.stage > 1)
         self.model.set_reshard_after_backward(is_last or self.stage > 2)
 
@@ -135,7 +135,10 @@ class Gradients:
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
-        """Return whether backward or the program has set the gradient; ignore torch's zeros."""
+        """Return whether backward or the program has set the gradient on this rank.
+
+        The zeros that torch sets for an unused parameter do not count.
+        """
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None

@@ -47,22 +47,23 @@ def shard(  # noqa: PLR0913 - independent options
     """Divide a model and its optimizer state among ranks, in place. Collective over the mesh.
 
     Forward and backward gather the parameters of one layer at a time. Backward averages the
-    gradients and stores on each rank the part that the rank's optimizer updates. The stage
-    determines which tensors are complete on every rank, and so the memory. With Adam, a 16-bit
-    ``compute_dtype`` and N ranks, the maximum number of bytes per parameter element, without
-    activations and the layer in use, is:
+    gradients; each rank stores the part of them that its optimizer updates. The stage determines
+    which tensors each rank stores completely, and therefore the memory. The list shows these
+    tensors and the maximum number of bytes per parameter element, with Adam, a 16-bit
+    ``compute_dtype`` and N ranks, without activations and the layer in use:
 
     1. complete parameters from forward to backward, and complete gradients inside ``no_sync()``:
-       4 + 12 / N;
-    2. complete parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N with accumulation;
-    3. no complete tensors: 16 / N.
+       4 + 12 / N bytes;
+    2. complete parameters from forward to backward: 2 + 12 / N bytes, or 2 + 16 / N bytes with
+       gradient accumulation;
+    3. no complete tensors: 16 / N bytes.
 
     Args:
         model: module with the same structure on all ranks; forward must run the same layers on
             all ranks. The parameter values of rank 0 are used. A tensor parallel model can be
             sharded along another axis.
-        optimizer: elementwise optimizer of parameters of the model, with or without state; a
-            custom class needs the attribute ``elementwise = True``.
+        optimizer: optimizer of parameters of the model, which must update each element separately;
+            may already have state. A custom class needs the attribute ``elementwise = True``.
         stage: 1, 2 or 3.
         mesh: one axis for shards, or two axes for replicas and shards (HSDP), as from
             ``hybrid_mesh()``; by default all ranks.
@@ -111,7 +112,10 @@ class _Choice(NamedTuple):
 def _checked(
     model: nn.Module, optimizer: Optimizer, names: Mapping[nn.Parameter, str], chosen: _Choice
 ) -> tuple[list[nn.Module], FileState | None]:
-    """Return modules to gather, and the offload file. Collective; raises on all ranks or none."""
+    """Check the arguments of ``shard``; return the modules to gather, and the offload file.
+
+    Collective; raises on all ranks or none.
+    """
     units, file, refusal = [], None, None
     stage, mesh, layers, compute_dtype, offload = chosen
     try:
@@ -146,7 +150,7 @@ def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -
         options["offload_policy"] = CPUOffloadPolicy()
     for unit in reversed(units):
         fully_shard(unit, reshard_after_forward=stage == 3, **options)
-    # By default FSDP2 keeps the root complete after forward, because backward starts with it.
+    # By default FSDP2 keeps the root module's parameters complete until backward, also in stage 3.
     rest: dict[str, Any] = {} if stage == 3 else {"reshard_after_forward": False}
     fully_shard(model, **options, **rest)
     if mesh.device_type == "cpu":  # on GPUs FSDP2 gathers in a separate stream
@@ -162,7 +166,7 @@ def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
         gather_asynchronously(unit)
 
     def forget(*_: object) -> None:
-        """Drop gathered parameters that this forward did not use; the next step changes them."""
+        """Drop gathered parameters that this forward did not use; a step would outdate them."""
         for unit in sharded:
             drop_gathered(unit)
 
@@ -200,7 +204,11 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
 def _check_parameters(
     model: nn.Module, optimizer: Optimizer, compute_dtype: torch.dtype | None
 ) -> None:
-    """Raise ``ConfigError`` for parameters that torch cannot shard or the model does not have."""
+    """Check the parameters of model and optimizer, and the state of the optimizer.
+
+    Raise ``ConfigError`` if torch cannot shard one of them, or if the optimizer has a parameter
+    that is not in the model.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if unknown := sum(p not in names for p in held):
@@ -240,10 +248,10 @@ def _check_parameters(
 
 
 def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules that are gathered as a unit, outer modules first.
+    """Return the modules to shard, outer modules first.
 
-    Modules that share parameters with other modules are excluded; the root module gathers their
-    parameters.
+    The parameters of each of these modules are gathered together. Modules that share parameters
+    with other modules are excluded; the root module gathers their parameters.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:

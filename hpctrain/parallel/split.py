@@ -15,10 +15,10 @@ from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
-    """Module that applies layers in order; each layer keeps its name in the whole model.
+    """Module that applies layers in order; each layer keeps its name from the whole model.
 
     Args:
-        layers: names and modules in the order of forward.
+        layers: names and modules, in the order in which forward calls the modules.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
@@ -75,7 +75,7 @@ def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) 
 
 
 def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map each parameter to the modules that own it and its names in these modules."""
+    """Return, for each parameter, the modules that own it, each with its name in the module."""
     places = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -84,7 +84,9 @@ def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]
 
 
 def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return modules by name, in the order of ``names``; ``*`` matches a part of a dotted name.
+    """Return the modules that match ``names``, by name and in this order.
+
+    ``*`` matches within one part of a dotted name only.
 
     Raises:
         ConfigError: a name matches no module.
@@ -95,7 +97,7 @@ def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return names and layers of a pipeline, in the order of ``names``, as in ``matching``.
+    """Return the layers of a pipeline with their names, selected by ``names`` as in ``matching``.
 
     Raises:
         ConfigError: a name matches no module, or a parameter of the model is in no layer.
@@ -155,14 +157,16 @@ def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iter
 
 
 def cut(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Divide layers into stages so that the largest cost of a stage is minimal. Not collective.
+    """Divide a chain of layers into stages so that the most expensive stage is cheapest.
+
+    Not collective.
 
     Args:
         costs: cost of each layer.
         num_stages: number of stages, each with at least one layer.
 
     Returns:
-        The layers of each stage.
+        For each stage, the range of the indices of its layers.
 
     Raises:
         ConfigError: there are fewer layers than stages.
@@ -173,7 +177,8 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
             f"{num_stages} stages; use fewer stages"
         )
     ends = [0.0, *accumulate(costs)]
-    # Dynamic programming: for the first n layers, the minimal largest cost and its bounds.
+    # Dynamic programming. By n: for the first n layers, the smallest cost of the most expensive
+    # stage, and the bounds of the stages.
     best: dict[int, tuple[float, tuple[int, ...]]]
     best = {n: (ends[n], (0, n)) for n in range(1, len(ends))}
     for stage in range(2, num_stages + 1):
@@ -188,7 +193,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return, for each parameter that several layers share, its layer indices and names."""
+    """Return, for each parameter of several layers, the index of each layer and the name there."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

@@ -26,14 +26,14 @@ SCHEDULES = {
 """By name: class of torch, and default number of stages per rank."""
 
 TWO_HALVES = ("zero_bubble", "zbv")
-"""Schedules that compute gradients of weights later than gradients of inputs."""
+"""Schedules that split backward: first gradients of inputs, later gradients of weights."""
 
 
 class Stage(PipelineStage):
     """Pipeline stage that measures its compute time and counts micro-batches in flight."""
 
     in_flight = most_in_flight = 0
-    halves = False  # whether gradients of weights are computed later than of inputs
+    halves = False  # whether the schedule splits backward; see ``TWO_HALVES``
 
     def reset(self) -> None:
         """Clear times and counts before a step."""
@@ -54,8 +54,8 @@ class Stage(PipelineStage):
             self.seconds.setdefault(what, []).append(time.perf_counter() - start)
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
-        # Torch before 2.13 determines shapes once, by a forward for which DDP would average
-        # gradients. Clearing the shapes makes torch determine them again.
+        # Torch before 2.13 determines shapes only once; clearing the shapes makes torch determine
+        # them again. It runs a forward for this, for which DDP would average gradients.
         self.inputs_meta = self._outputs_meta = None
         inner = self.submod
         quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
@@ -70,10 +70,11 @@ class Stage(PipelineStage):
         return self._divisible(super().forward_maybe_with_nosync(*args, **options))  # type: ignore[no-untyped-call]
 
     def _divisible(self, out: Any) -> Any:
-        """Return ``out`` in a form that torch can use in a schedule with split backward.
+        """Return ``out`` so that torch can use it in a schedule with split backward.
 
-        Torch detaches the output in place, which is not possible for views. Torch also searches
-        for weights in the graph from outputs to inputs; this graph is empty after frozen layers.
+        With these schedules, torch detaches the output in place, which is not possible for views,
+        and searches for weights in the graph from outputs to inputs, which is empty after frozen
+        layers. The result is therefore not a view, and requires a gradient.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
             return as_own_tensor(out).requires_grad_()
@@ -179,7 +180,11 @@ class PipelineSchedule:
 
 
 def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, int]:
-    """Return torch's schedule and the number of stages per rank; raise ``ConfigError``."""
+    """Return torch's schedule class and the number of stages per rank.
+
+    Raises:
+        ConfigError: the schedule is unknown, or does not support the model or ``given`` stages.
+    """
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if schedule in TWO_HALVES and (named := selective_in(model)):
@@ -215,6 +220,6 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:
-    """Return the rank of a stage: stages are assigned round robin, or as a V with ``zbv``."""
+    """Return the rank of a stage: round robin, or with ``zbv`` in reverse order after ``size``."""
     there = stage % size
     return size - 1 - there if schedule == "zbv" and stage >= size else there

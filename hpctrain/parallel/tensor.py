@@ -52,7 +52,7 @@ def tensor_parallel(
         mesh: one axis, such as ``build_mesh(tp=2)["tp"]``.
         roles: role by module name, in which ``*`` matches any text. ``column`` and ``row`` are for
             ``nn.Linear``. ``vocabulary`` divides the rows of the embedding, and the classes of the
-            last layer: its output becomes a ``DTensor``, for
+            last layer; the output of that layer becomes a ``DTensor``, for
             ``torch.distributed.tensor.parallel.loss_parallel``.
         sequence: whether activations between blocks are divided along dimension 1; requires an
             embedding with the role ``vocabulary``.
@@ -88,7 +88,10 @@ def tensor_parallel(
 def _checked(
     model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool
 ) -> dict[str, tuple[nn.Module, str]]:
-    """Check roles; return module and role by name. Collective; raises on all ranks or none."""
+    """Check the roles; return module and role by module name. Collective.
+
+    Raises on all ranks or none.
+    """
     lines = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
     remedy = "pass the same arguments on every rank"
     require_identical(mesh, lines, "arguments of tensor_parallel()", remedy)
@@ -135,7 +138,7 @@ def _divide(
 
 
 def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:
-    """Return module and role by module name, as the patterns in ``roles`` select."""
+    """Return, by name, the modules that the patterns in ``roles`` match, each with its role."""
     modules = dict(model.named_modules())
     found: dict[str, tuple[nn.Module, str]] = {}
     for pattern, role in roles.items():
@@ -148,7 +151,7 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
             if found.get(name, (None, role))[1] != role:
                 raise ConfigError(
                     f"a module must have one role, got {found[name][1]} and {role} for "
-                    f"{name}; change the patterns so that one matches the module"
+                    f"{name}; change the patterns so that only one matches the module"
                 )
             found[name] = modules[name], role
     for name, parameter in model.named_parameters():
@@ -191,7 +194,7 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
 
 
 def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module, str]]) -> None:
-    """Raise ``ConfigError`` for a ``column`` without a ``row`` in its block, or the reverse."""
+    """Raise ``ConfigError`` if the block of a ``column`` has no ``row``, or the reverse."""
     other = {"column": "row", "row": "column"}.get(role)
     around = name
     while other and around:
@@ -226,7 +229,7 @@ def _style(module: nn.Module, role: str, stream: Placement) -> ParallelStyle:
 
 
 class _SharedInput:
-    """Input that several ``column`` matrices of a module share, gathered once."""
+    """Gathers an input once for all ``column`` matrices of a module that get the same input."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
         self._mesh, self._placement = mesh, placement
@@ -259,5 +262,5 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
-    """Return the gradient with the placements of its parameter, summed if necessary."""
+    """Return a gradient with the ``placements`` of its parameter; sum over ranks if necessary."""
     return gradient.redistribute(placements=placements)

@@ -44,12 +44,12 @@ def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module
     if not any(isinstance(module, nn.Embedding) for module, _ in found.values()):
         raise ConfigError(
             "an embedding must have the role vocabulary with sequence=True, but no embedding of "
-            "the model has; assign the role to the embedding of tokens, or omit sequence"
+            "the model has a role; assign it to the embedding of tokens, or omit sequence"
         )
 
 
 class CheckedSamples:
-    """Checks the inputs of an embedding: same samples on all ranks, valid tokens and length.
+    """Checks the inputs of an embedding: equal samples on all ranks, valid tokens, valid length.
 
     Args:
         mesh: tensor parallel ranks.
@@ -66,7 +66,7 @@ class CheckedSamples:
     def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Check the input before forward; raise on all ranks or none."""
         given, is_first = inputs[0], self._is_first
-        if self._is_first:  # later steps of a program divide data like the first
+        if self._is_first:  # a program divides data in the same manner in later steps
             self._is_first = False
             remedy = "divide data among the ranks of dp only"
             what = "a batch of tensor parallel ranks"

@@ -1,4 +1,4 @@
-"""Weights that stages on several ranks of a pipeline share."""
+"""Weights that pipeline stages on several ranks share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,7 +52,7 @@ class TiedWeights:
                 self._counted_elsewhere.add(name_on[mine])
 
     def shared(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return name and parameter of each shared weight; None for other ranks' weights."""
+        """Return name and parameter of each shared weight; None if this rank does not have it."""
         here = dict(self._model.named_parameters(remove_duplicate=False))
         return [
             (places[0][1], next((here[name] for _, name in places if name in self._groups), None))
@@ -65,7 +65,7 @@ class TiedWeights:
         return [p for name, p in named if name not in self._counted_elsewhere]
 
     def check_trained(self) -> bool:
-        """Return whether every rank of the axis trains any parameter. Collective over the axis.
+        """Return whether each rank of the axis trains a parameter. Collective over the axis.
 
         Raises:
             ConfigError: some stages train a weight and others do not; on every rank.
@@ -83,7 +83,7 @@ class TiedWeights:
         return all(any(of_rank.values()) for of_rank in found)
 
     def begin_step(self) -> None:
-        """Store and clear the gradients of earlier steps, which are already summed. Local."""
+        """Store and clear accumulated gradients of shared weights, already summed. Local."""
         self._kept = []
         for parameter in self._parameters():
             self._kept.append(parameter.grad)

@@ -1,4 +1,4 @@
-"""Exchange of asynchronous methods: ranks send updates to servers independently."""
+"""Combination of steps by asynchronous methods: ranks send updates to parameter servers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SyncConfig
 
 SYNC_STEPS = 16
-"""Steps between synchronizations, so that stop requests reach all ranks soon."""
+"""Number of steps between synchronizations; small, so that stop requests reach all ranks soon."""
 
 
 _KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
@@ -33,10 +33,10 @@ _KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
 
 
 class AsyncExchange(OwnStepsExchange):
-    """Sends the updates of each rank to servers with a method of ``[sync]``, e.g. ``ssp``.
+    """Sends the updates of each rank to parameter servers, with a method such as ``ssp``.
 
-    Every ``SYNC_STEPS`` steps, and when the training loop requires it, all ranks synchronize
-    and combine their flags.
+    Every ``SYNC_STEPS`` steps, and after steps that ``begin`` marks with ``must_agree``, all ranks
+    synchronize and combine their flags.
 
     Args:
         config: configuration of the run.
@@ -55,7 +55,7 @@ class AsyncExchange(OwnStepsExchange):
         with agreed(comm):
             method = _make_method(config.sync, built)
         super().__init__(config, comm, built, method.optimizer, method)
-        method.is_compared = False  # the run settles before its end, so no check at exit is needed
+        method.is_compared = False  # finish() equalizes the models, so no check at exit is needed
         self._must_synchronize = False
         self._step = self._step_since_sync = 0
         self._figures: Figures = {"staleness": 0.0, "staleness_most": 0}
@@ -73,14 +73,14 @@ class AsyncExchange(OwnStepsExchange):
         return self.method.waited_s
 
     def raise_flags(self, flags: int) -> None:
-        """Send these bits to all ranks at the next synchronization. Local."""
+        """Send the bits ``flags`` to all ranks at the next synchronization. Local."""
         self.gradient_flags = flags
 
     def _synchronize(self) -> None:
         """No-op: gradients are not combined."""
 
     def _set_num_passes(self, num_passes: int) -> None:
-        """No-op: torch accumulates the passes in ``.grad``."""
+        """No-op: torch accumulates the gradients of several passes in ``.grad``."""
 
     def skip(self, flags: int) -> None:
         """Skip this rank's local step. Collective if ranks synchronize after this step."""
@@ -100,7 +100,10 @@ class AsyncExchange(OwnStepsExchange):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Return a context in which all ranks have the state of the servers. Collective."""
+        """Return a context in which all ranks have the servers' parameters and optimizer state.
+
+        Collective.
+        """
         if self.replicas_agree:
             yield
             return
@@ -113,7 +116,7 @@ class AsyncExchange(OwnStepsExchange):
 
     @property
     def states_agree(self) -> bool:
-        """Whether model and optimizer have the state of the servers now."""
+        """Whether model and optimizer of all ranks must be equal now, as inside ``settled``."""
         return self.comm.size == 1 or self.replicas_agree
 
     def close(self) -> None:
@@ -148,7 +151,7 @@ class AsyncExchange(OwnStepsExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each ``RunPart``."""
+        """Entries for the record that each start or resume of a run writes."""
         sync = self.config.sync
         return {"sync": {"method": sync.method, "staleness": sync.staleness}}
 
@@ -197,7 +200,7 @@ def _make_method(config: SyncConfig, built: BuiltModel) -> AsyncMethod:
     kind, name = _KINDS[config.method]
     args = {name: config.staleness, **config.args}
     check_arguments(kind, 2, args, "sync.args")
-    make: Any = kind  # the classes differ in their arguments, which were checked
+    make: Any = kind  # each class has other arguments, checked above
     with naming(config.method):
         made: AsyncMethod = make(built.model, built.optimizer, **args)
     return made

@@ -1,4 +1,4 @@
-"""Training of one part of a run in its directory, from the start or from a checkpoint."""
+"""Training of one part of a run: from one start or resume to the next stop."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,12 +41,12 @@ from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task
 
 KILLED = "killed"
-"""Reason for the end of a part that wrote no last record: crash, lost node, time limit."""
+"""Reason if a part ended without a last record: after a crash, a lost node or a time limit."""
 
 FAILED = "an error"
-"""Reason for the end of a part: an exception, or a loss that is not finite."""
+"""Reason if an exception or a loss that is not finite ended a part."""
 
-FINISHED = "finished"  # reason for the end of a part that reached the last step
+FINISHED = "finished"  # reason if a part reached the last step of the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +57,15 @@ class RunPart:
     """
 
     part: int = 1
-    """Number of the part, from 1, over all jobs of the run; parts without a checkpoint count."""
+    """Index of the part, from 1, over all jobs; parts without a checkpoint are included."""
     ended_by: str | None = None
-    """Reason for the end of the previous part, such as ``killed``; None for the first part."""
+    """Reason why the previous part ended, such as ``killed``; None for the first part."""
     job: str = ""  # job id of the scheduler; empty outside a job
     restarts: int = 0  # number of restarts of this job by Slurm
 
     @classmethod
     def after(cls, records: Sequence[dict[str, Any]]) -> "RunPart":
-        """Return the part that follows the given records of a run, in the current job."""
+        """Return the part that the current job begins, after a run with these ``records``."""
         job, restarts = job_id(), restart_count()
         parts = [r.get("part", 1) for r in records if r["event"] in ("started", "resumed")]
         if not parts:
@@ -86,15 +86,15 @@ class RunPart:
 
 
 class RunInDirectory:
-    """Trains one part of a run in its directory, and writes records and checkpoints.
+    """Trains one part of a run, and writes records and checkpoints into the run directory.
 
     Args:
         task: model, data and exchange to train.
         directory: directory of the run.
         console: displays the progress on rank 0.
-        lease: lease of the directory on rank 0; None on other ranks.
-        modules: folder of the modules that the configuration names; stored in the records.
-            Default is the current directory.
+        lease: lock of the directory, on rank 0; None on other ranks.
+        modules: folder from which the modules that the configuration names are imported, stored
+            in the records. Default is the current directory.
     """
 
     def __init__(
@@ -125,6 +125,9 @@ class RunInDirectory:
             requests: requests to stop.
             continues: whether to continue from the last checkpoint.
 
+        Returns:
+            The result of the finished run, or the reason why the run stopped; on all ranks.
+
         Raises:
             MismatchError: the run directory cannot be written, or no checkpoint can be read; on
                 all ranks.
@@ -145,7 +148,7 @@ class RunInDirectory:
         def begin() -> RunPart:
             self._check_lease()
             path, state = directory.metrics, self._state
-            # Read the records first: directory.resume() removes records after the checkpoint.
+            # Read first: directory.resume() removes the records after the checkpoint.
             part = RunPart.after(read(path) if path.exists() else ())
             if part.ended_by:
                 self._console.print(part.describe())
@@ -168,7 +171,7 @@ class RunInDirectory:
             with self._record_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
-            boundary.check_lease()  # without the lease the last record was not written
+            boundary.check_lease()  # without the lease, rank 0 wrote no last record
             self._task.exchange.close()
             metrics.sync()
         comm.barrier()  # a launcher may kill rank 0 once another rank exits
@@ -226,8 +229,8 @@ class RunInDirectory:
             raise ConfigError(
                 f"train.epochs must not end a run before its checkpoint, but train.epochs = "
                 f"{self._task.config.train.epochs} gives {self._task.num_steps} steps and the "
-                f"checkpoint is of step {loaded.step}; use more epochs, or choose another "
-                f"output_dir"
+                f"checkpoint was saved after step {loaded.step}; use more epochs, or choose "
+                f"another output_dir"
             )
         configured = [dict(group) for group in self._task.optimizer.param_groups]
         self._state.restore(loaded.state, own)
@@ -238,16 +241,16 @@ class RunInDirectory:
         self._console.print(f"continuing after step {loaded.step} of {self._task.num_steps}")
         if layouts[0] != layouts[1]:
             before, now = (layout or "whole models" for layout in layouts)
-            self._console.print(f"the checkpoint is of {before}, this run has {now}")
+            self._console.print(f"the checkpoint was saved with {before}, this run has {now}")
         if ranks != comm.size:
-            differ = "different random numbers, and sums in another order"
+            differ = "random numbers and the order of sums change"
             if self._task.exchange.takes_own_steps:
                 differ = (
-                    "each continues from the mean of the replicas, with different random numbers"
+                    "each rank continues from the mean of the replicas, with other random numbers"
                 )
             self._console.print(
-                f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
-                f"{'bitwise identical results' if self._task.exchange.is_reproducible else differ}"
+                f"the checkpoint was saved by {ranks} ranks, this run has {comm.size}: "
+                f"{'results do not change' if self._task.exchange.is_reproducible else differ}"
             )
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:

@@ -1,4 +1,4 @@
-"""Exchanges that accumulate gradients over micro-batches and average them over ranks."""
+"""Combination of gradients: accumulation over micro-batches, and averages over ranks."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class AccumulatedExchange(StepExchange):
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank's samples count in the current step."""
+        """Whether this rank trains on its samples in the current step."""
         return True
 
     def backward(
@@ -59,7 +59,7 @@ class AccumulatedExchange(StepExchange):
         cut = (values.tensor_split(max(num_pieces, 1)) for values in batch.tensors)
         pieces = [*zip(*cut, strict=True)] if num_pieces else []
         self.forward_empty(batch.inputs, accumulate - num_pieces)
-        # Most errors of shapes and types occur in the first step and must reach all ranks.
+        # Most errors about shapes and dtypes occur in the first step; all ranks must raise them.
         with agreed(self.comm) if observer.is_first else nullcontext():
             if pieces:
                 loss = forward(*map(_aligned, pieces[0]), tries_backward=observer.is_first)[1]
@@ -86,14 +86,21 @@ class AccumulatedExchange(StepExchange):
         self.method.set_num_samples(num_samples, nominal=nominal)
 
     def _synchronize(self) -> None:
-        """Run the reduction of gradients on a rank without samples. Collective."""
+        """Join the reduction of gradients on a rank without samples. Collective."""
         self.method.synchronize()
 
     def _set_num_passes(self, num_passes: int) -> None:
         self.method.set_backward_passes_per_step(num_passes)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
-        """Hook after the backward pass of a micro-batch; subclasses observe gradients. Local."""
+        """Hook after the backward pass of a micro-batch, for subclasses. Local.
+
+        Args:
+            number: index of the micro-batch, from 1.
+            num_pieces: number of micro-batches.
+            size: number of samples in the micro-batch.
+            num_samples: number of samples in all micro-batches.
+        """
 
     def _end_backward(self) -> None:
         """Finish the communication that must precede the step. Collective."""
@@ -105,8 +112,8 @@ class AveragedExchange(AccumulatedExchange):
     Args:
         config: configuration of the run.
         comm: all ranks.
-        built: identical model on all ranks, and a plain optimizer. Sharded embeddings are updated
-            in addition to the optimizer.
+        built: identical model on all ranks, and a plain optimizer. In each step, the rows of
+            sharded embeddings are updated after the parameters.
     """
 
     def __init__(self, config: RunConfig, comm: Communicator, built: BuiltModel) -> None:
@@ -135,7 +142,7 @@ class AveragedExchange(AccumulatedExchange):
         return self.method.sums_are_finite is True
 
     def look_at_sums(self) -> None:
-        """Check from the next step on whether the averaged gradients are finite. Local."""
+        """Compute ``sums_are_finite`` in each step, from the next step on. Local."""
         self.method.look_at_sums()
 
     def step(self) -> None:
@@ -148,7 +155,7 @@ class AveragedExchange(AccumulatedExchange):
         super()._set_num_samples(num_samples, nominal)
 
     def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
-        """Run the collectives of embedding lookups on a rank without samples. Collective."""
+        """Join the embedding lookups on a rank without samples. Collective."""
         self._tables.look_up_empty(self.model, inputs, times)
 
     def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
@@ -176,7 +183,7 @@ class AveragedExchange(AccumulatedExchange):
 
     @property
     def noise_scale(self) -> float | None:
-        """Gradient noise scale over all ranks, in samples. Collective."""
+        """Gradient noise scale of all ranks, in samples; None if not measured. Collective."""
         return None if self.noise is None else self.noise.value(self._mean_noise())
 
     def _mean_noise(self) -> Tensor | None:
@@ -197,7 +204,7 @@ class AveragedExchange(AccumulatedExchange):
         }
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of this rank alone."""
+        """Return the state that only this rank has: of its codec and its noise estimator."""
         return {
             **super().own_state(),
             "codec": self.codec.state_dict() if self.codec else None,
@@ -219,12 +226,15 @@ class AveragedExchange(AccumulatedExchange):
             self.noise.sums = noise.clone()
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the embedding rows that this rank reads; None without embeddings. Collective."""
+        """Return the embedding shards that this rank reads from a checkpoint. Collective.
+
+        Return None without sharded embeddings, or if there is no checkpoint.
+        """
         return self._tables.wanted() if self._tables and latest() is not None else None
 
 
 class ShardedExchange(AveragedExchange):
-    """Averages gradients of parameters stored once per node (``train.shard = "node"``)."""
+    """Averages gradients if each node stores the parameters once (``train.shard = "node"``)."""
 
     def clip(self, max_norm: float) -> float:
         """Clip the averaged gradients in the next step; return the unclipped norm. Collective."""
@@ -255,10 +265,10 @@ def distributed(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> An
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """Return ``values`` at an address that is a multiple of 64; copy if necessary.
+    """Return ``values`` at an address that is a multiple of 64 bytes; copy if necessary.
 
-    The rounding of matrix products depends on the alignment, and a resumed run reads a batch at
-    another address.
+    The rounding of matrix products depends on the alignment of the address, and a resumed run
+    stores a batch at another address.
     """
     return values.clone() if values.data_ptr() % 64 else values
 
@@ -273,6 +283,6 @@ def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale 
     elif config.train.accumulate == 1:
         logger.warning(
             "log.noise_scale must have gradients of two batch sizes, but a single rank with "
-            "train.accumulate = 1 has one; set train.accumulate = 2"
+            "train.accumulate = 1 has only one; set train.accumulate = 2"
         )
     return noise

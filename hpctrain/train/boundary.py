@@ -16,15 +16,15 @@ from hpctrain.train.run_state import RunState, require_finite_weights
 
 STOP, SAVE, NOT_FINITE = 1, 2, 4  # flags in the step header
 
-RETRY_S = 60.0  # delay after a checkpoint that could not be written
+RETRY_S = 60.0  # seconds until the next attempt after a failed write of a checkpoint
 
 
 class Boundary:
     """Writes checkpoints and handles stop requests between two steps.
 
     Any rank may receive a stop request, and the clock of rank 0 decides when a checkpoint is due.
-    Both are flags in the step header, which all ranks receive, so no step needs an additional
-    message.
+    Stop requests and due checkpoints are flags in the step header, which all ranks receive, so no
+    step needs an additional message.
 
     Args:
         comm: all ranks.
@@ -32,7 +32,7 @@ class Boundary:
         manager: writes checkpoints.
         metrics: receives records of checkpoints.
         facts: description of the run, stored in checkpoints.
-        lease: lease of the run directory on rank 0; None on other ranks.
+        lease: lock of the run directory, on rank 0; None on other ranks.
     """
 
     def __init__(
@@ -104,7 +104,10 @@ class Boundary:
         self._write(state, wait=True, score=score)
 
     def stop(self, state: RunState) -> str:
-        """Write a checkpoint; return the reasons of the stop. Collective; raises as ``finish``."""
+        """Write a checkpoint; return the reasons for the stop, as one text. Collective.
+
+        Raises the errors of ``finish``.
+        """
         reasons = self._comm.allgather_object(self._requests.reason)
         self._write(state, wait=True, score=None)
         return ", ".join(sorted({reason for reason in reasons if reason}))

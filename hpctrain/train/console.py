@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def make_console(*, shown: bool) -> Console:
     """Return a console on stdout, which prints nothing unless ``shown``.
 
-    mpirun gives its ranks pseudo-terminals without a width even if its own output goes to a file,
-    so only a terminal with a width counts as a terminal.
+    The ranks of mpirun have pseudo-terminals even if the output of mpirun goes to a file. These
+    have no width, so only a terminal with a width counts as a terminal.
     """
     width = shutil.get_terminal_size((0, 0)).columns
     terminal = sys.stdout.isatty() and width > 0
@@ -90,7 +90,7 @@ class Progress(Bar):
         Args:
             step: number of finished steps.
             interval: measurements since the last call.
-            sync: figures of the exchange about rounds; empty without local steps.
+            sync: ``StepExchange.figures``; empty if ranks take no local steps.
         """
         before = self._of_epoch
         self._of_epoch = interval if before is None else before.joined(interval)
@@ -103,7 +103,7 @@ class Progress(Bar):
         self._console.print(line)
 
     def epoch_ended(self, epoch: int, scores: "Scores | None") -> None:
-        """Print a line with the means over the epoch and, if given, the test results."""
+        """Print a line with the means over the epoch and the test result, unless None."""
         line = f"epoch {epoch:3d}/{self._num_epochs}"
         if self._of_epoch:  # None if the run resumed after the last step of an epoch
             line += f"  {_describe(self._of_epoch)}{self._rounds}"

@@ -1,4 +1,4 @@
-"""State of a divided model as pieces of whole tensors, in the layout of an undivided run."""
+"""State of a divided model: pieces of tensors, with the names of an undivided model."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -24,10 +24,10 @@ _Place = tuple[str | int, ...]
 
 
 class DividedState:
-    """Weights and optimizer state of this rank, by names and indices of the whole model.
+    """Weights and optimizer state of this rank, named as in the whole model.
 
     Checkpoints do not depend on the layout: a run with any other layout, or without
-    ``[parallel]``, can continue from them. A rank never has more than its part in memory.
+    ``[parallel]``, can continue from them. A rank never has more than its own part in memory.
 
     Args:
         model: whole model, before it is divided.
@@ -46,7 +46,10 @@ class DividedState:
         self._parameters: dict[int, nn.Parameter] = {}
 
     def part_of(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
-        """Return an optimizer for ``model``, this rank's part, with the original groups. Local."""
+        """Return an optimizer for ``model``, this rank's part of the whole model. Local.
+
+        It has the parameter groups of ``optimizer``, without parameters of other ranks.
+        """
         here = {self._owner[name]: p for name, p in model.named_parameters()}
         groups = [
             {**group, "params": [here[name] for name in names if name in here]}
@@ -57,13 +60,17 @@ class DividedState:
         return made
 
     def keep(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Register this rank's part, after all its tensors have been divided. Local."""
+        """Register this rank's model and optimizer, after all tensors were divided. Local."""
         here = {self._owner[name]: p for name, p in model.named_parameters()}
         self._parameters = {self._numbers[n]: p for n, p in here.items() if n in self._numbers}
         self._model, self._optimizer = model, optimizer
 
     def state(self) -> dict[str, Any]:
-        """Return the states ``model`` and ``optimizer``, with this rank's pieces. Collective."""
+        """Return a tree with the states ``model`` and ``optimizer``. Collective.
+
+        The tree has all tensors of the whole model; each tensor is this rank's piece, possibly
+        empty.
+        """
         here = dict(self._leaves())
         descriptions = {place: _description(leaf) for place, leaf in here.items()}
         found = gathered(descriptions, self._stages)
@@ -82,7 +89,7 @@ class DividedState:
         return state
 
     def _leaves(self) -> Iterator[tuple[_Place, Any]]:
-        """Yield the leaves of this rank's state with their keys."""
+        """Yield ``(keys from the root, leaf)`` for each leaf of this rank's state."""
         for name, value in self._model.state_dict().items():
             yield ("model", name), _leaf(value)
         for number, parameter in self._parameters.items():
@@ -90,13 +97,13 @@ class DividedState:
                 yield ("optimizer", "state", number, key), _leaf(value)
 
     def wanted(self, tensors: Mapping[str, Record]) -> dict[str, Shard]:
-        """Return the shard that this rank loads of each tensor in a checkpoint. Local.
+        """Return, for each tensor in a checkpoint, the shard that this rank loads. Local.
 
         Args:
             tensors: records of the tensors in the checkpoint, by path.
 
         Raises:
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: the tensors of model and checkpoint differ in name, shape or dtype.
         """
         want = {f"model/{component(name)}": value for name, value in self._whole.items()}
         have = {
@@ -106,7 +113,7 @@ class DividedState:
         }
         if lines := misfits(have, want):
             raise CheckpointError(
-                f"tensors of the model must have the names, shapes and dtypes in the checkpoint, "
+                f"tensors of model and checkpoint must have the same names, shapes and dtypes, "
                 f"but {len(lines)} {'tensors differ' if len(lines) != 1 else 'tensor differs'}; "
                 f"build the model that was saved:\n  " + "\n  ".join(lines)
             )
@@ -127,7 +134,10 @@ class DividedState:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the shards that ``wanted`` returned, from the state of any layout. Local."""
+        """Load a saved state, which has the shards that ``wanted`` has selected. Local.
+
+        The run that saved the state may have another layout.
+        """
         for name, value in self._model.state_dict().items():
             local(value).copy_(_tensor(state["model"][name]))
         saved = state["optimizer"]
@@ -147,19 +157,22 @@ def _shard(tensor: Tensor) -> Shard:
 
 
 def _leaf(value: Any) -> Any:
-    """Return this rank's part of a tensor as a ``TensorPiece``; scalars are not divided."""
+    """Return this rank's part of a tensor as a ``TensorPiece``; return scalars unchanged."""
     if not isinstance(value, Tensor):
         return value
     return TensorPiece(local(value), _shard(value)) if value.dim() else local(value)
 
 
 def _description(leaf: Any) -> Any:
-    """Return shape and dtype of a tensor, or the value of another leaf."""
+    """Return the global shape and the dtype of a tensor piece; return other leaves unchanged."""
     return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, TensorPiece) else leaf
 
 
 def _absent(description: Any) -> Any:
-    """Return an empty piece for a tensor of another pipeline stage; return other values as is."""
+    """Return an empty piece for the description of a tensor; return other values unchanged.
+
+    Used for leaves of other pipeline stages, which this rank does not have.
+    """
     if not isinstance(description, tuple):
         return description
     shape, dtype = description
@@ -177,7 +190,7 @@ def _tensor(leaf: Any) -> Tensor:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a copy of a loaded value of optimizer state, with the placements of ``parameter``."""
+    """Return a copy of a loaded optimizer state value, divided and placed like ``parameter``."""
     if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)

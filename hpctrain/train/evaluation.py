@@ -16,7 +16,7 @@ from hpctrain.train.scores import Metric, Scores
 from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task
 
-LOOK_S = 1.0  # interval between two polls
+LOOK_S = 1.0  # seconds between two polls for stop requests
 
 
 class StopPoll:
@@ -41,7 +41,7 @@ class StopPoll:
         Collective: all ranks call this method before each batch.
         """
         if self._num_batches >= self._every:
-            is_first = not self._num_batches  # no batch time yet: poll again after one batch
+            is_first = not self._num_batches  # no batch was timed yet: poll after the next batch
             batch_s = LOOK_S if is_first else (monotonic() - self._since) / self._num_batches
             text = torch.tensor([float(self._is_asked()), batch_s], dtype=torch.float64)
             self._comm.allreduce_(text, op=Op.MAX).wait()
@@ -56,11 +56,11 @@ class StopPoll:
 def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     """Test the model on ``task.test``. Collective.
 
-    The model has the averaged weights of ``train.ema`` or of a local method during the test. Each
-    rank tests its part of the samples, and each sample counts once. Sums are float64, so
-    counts of correct predictions are exact. The buffers of rank 0, such as running means, are
-    broadcast first, because rank 0 saves its buffers. With reproducible steps the scores are
-    bitwise identical on any number of ranks.
+    If ``train.ema`` or a local method averages weights, the model has the averaged weights during
+    the test. Each rank tests its part of the samples, and each sample counts once. Sums are
+    float64, so counts of correct predictions are exact. Rank 0 first broadcasts its buffers, such
+    as running means, because checkpoints contain the buffers of rank 0. With reproducible steps
+    the scores are bitwise identical on any number of ranks.
 
     Args:
         task: model, test samples and metrics.
@@ -116,7 +116,11 @@ def _evaluate(task: Task, poll: StopPoll | None) -> Scores:
 def _judge(
     task: Task, output: Tensor, labels: Tensor, counts: dict[str, Tensor]
 ) -> Iterator[float]:
-    """Yield the sum of each mean metric over a batch; add other metrics to ``counts``."""
+    """Compute the metrics of a batch, except the loss.
+
+    Yields the batch sum of each metric that is a mean over samples. Adds the counts of each other
+    metric to its entry in ``counts``.
+    """
     for metric, name in zip(task.metrics, task.config.test.metrics, strict=True):
         with noted(f'test.metric = "{name}"', output, labels):
             if metric.values is not None:
@@ -127,7 +131,7 @@ def _judge(
 
 
 def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
-    """Return a score from the sum of ``counts`` over all ranks. Collective.
+    """Sum ``counts`` over all ranks, and return the score of the metric. Collective.
 
     ``counts`` is None on ranks without samples.
     """

@@ -16,16 +16,16 @@ COMMON = (MismatchError, NotFiniteError)
 
 
 class FailureRecord:
-    """Appends a record ``failed`` if an exception ends the run. Collective.
+    """Appends a record ``failed`` if an exception ends the run. The constructor is collective.
 
     If all ranks fail together, rank 0 writes the record; otherwise the failing rank writes it,
-    because rank 0 does not receive the reason. The loss of a rank is not recorded:
-    ``hpctrain status`` detects the loss from the lease.
+    because rank 0 does not receive the reason. The loss of a rank is not recorded, because
+    ``hpctrain status`` detects it from the lease, which the lost job no longer renews.
 
     Args:
         directory: directory of the run.
         comm: all ranks.
-        lease: lease of the directory on rank 0; None on other ranks.
+        lease: lock of the directory, on rank 0; None on other ranks.
         step: returns the number of finished steps.
     """
 
@@ -61,12 +61,12 @@ class FailureRecord:
             hooks = world.current().attachments.hooks
             if hooks is None:
                 self._write(text)
-            else:  # hooks run in rank order, so a common error is recorded once
+            else:  # ranks write one after another, so the same error is recorded only once
                 hooks.last_words.append(lambda: self._write(f"rank {self._comm.rank}: {text}"))
             raise
 
     def _state(self) -> tuple[int, int] | None:
-        """Return inode and size of the file of records; a new record changes at least one."""
+        """Return inode and size of the file of records; each new record changes one of them."""
         with suppress(OSError):
             found = self._directory.metrics.stat()
             return found.st_ino, found.st_size

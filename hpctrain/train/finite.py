@@ -33,7 +33,7 @@ class _Step:
     limit: float = math.nan  # mean losses above this value are spikes
     is_spike: bool = False
     num_lost: int = 1
-    """Steps that are skipped, including steps that a rollback undoes."""
+    """Number of steps lost if this step is skipped, including steps that a rollback undoes."""
 
 
 class StepGuard:
@@ -44,10 +44,10 @@ class StepGuard:
     any parameter changes, without an additional message. With local steps a rank skips only its
     own step, and the other ranks receive the flag at the next synchronization.
 
-    Gradients may be infinite or NaN although the loss is finite. The guard detects this with
-    ``train.clip_norm`` and ``train.clip_value``, which compute a norm, with float16, and with the
-    actions "skip" and "rollback". In other configurations the loss of the next step is not
-    finite, and the error names the last step that was taken.
+    Gradients may be infinite or NaN although the loss is finite. The guard detects such gradients
+    with ``train.clip_norm`` or ``train.clip_value``, which need a norm; with fp16; and with
+    ``train.on_non_finite`` set to "skip" or "rollback". In other configurations the step is taken,
+    the loss of the next step is not finite, and the error names the step that was taken.
 
     The step header also contains the mean loss of all samples, so all ranks detect the same
     spikes.
@@ -55,7 +55,7 @@ class StepGuard:
     Args:
         task: task of the run.
         metrics: receives findings.
-        memory: state that is kept between steps; None for a single step.
+        memory: state between steps, which checkpoints contain; None for a single step.
     """
 
     def __init__(self, task: Task, metrics: Metrics, memory: GuardMemory | None = None) -> None:
@@ -75,7 +75,10 @@ class StepGuard:
 
     @property
     def num_lost(self) -> int:
-        """Number of steps that are lost if this step is skipped, including undone steps."""
+        """Number of steps that are lost if this step is skipped.
+
+        Includes the steps that a rollback undoes.
+        """
         return self._now.num_lost
 
     def begin(self, step: int, lr: float, flags: int) -> None:
@@ -163,11 +166,11 @@ class StepGuard:
 
     @torch.no_grad()
     def skip_step(self) -> None:
-        """Skip the optimizer step. Collective if the step is collective.
+        """Skip the optimizer step. Collective if the ranks take this step together.
 
-        Parameters and optimizer state do not change; if training continues, buffers have their
-        values before the step. Other side effects of forward remain, such as draws of random
-        numbers.
+        Parameters and optimizer state do not change. If training continues, buffers get the values
+        that they had before the step. Other side effects of forward remain, for example the
+        changed state of random generators.
 
         Raises:
             NotFiniteError: the configuration ends the run; on all ranks.
@@ -213,9 +216,9 @@ class StepGuard:
             self._findings.is_reported = True
             raise NotFiniteError(
                 f"the number of skipped steps must not exceed train.max_skips = {maximum}, but "
-                f"{number} steps were skipped, at last step {self._now.number}\nmetrics.jsonl "
-                f"lists these steps with their samples: check the samples, or use a smaller "
-                f"optimizer.lr (with --changed)"
+                f"{number} steps were skipped, the last one is step {self._now.number}\n"
+                f"metrics.jsonl lists these steps and their samples: check the samples, or use a "
+                f"smaller optimizer.lr (with --changed)"
             )
 
     def _report(self, action: str, done: str, *, num_lost: int) -> None:
@@ -236,7 +239,7 @@ class StepGuard:
     def end(self) -> None:
         """Stop all ranks if a local step of any rank was not finite.
 
-        All ranks know this from ``raised_flags``; the call is collective only if they stop.
+        ``raised_flags`` reports such a step to all ranks. Collective only if the ranks stop.
 
         Raises:
             NotFiniteError: a local step was not finite; on all ranks.
@@ -245,12 +248,12 @@ class StepGuard:
             self._stop()
 
     def check_test(self, scores: Scores, step: int, epoch: int) -> None:
-        """Raise or warn once if the loss of a test is not finite. Collective.
+        """Raise an error or log one warning if the loss of a test is not finite. Collective.
 
         Args:
             scores: results of the test, identical on all ranks.
             step: number of finished steps.
-            epoch: number of the finished epoch.
+            epoch: number of finished epochs.
 
         Raises:
             NotFiniteError: the loss is not finite and ``train.on_non_finite`` is "stop"; on all
@@ -277,7 +280,10 @@ class StepGuard:
         self._has_warned = True
 
     def traced(self, error: NotFiniteError) -> NotFiniteError:
-        """Return ``error`` with the samples of the steps that may be its cause. Collective."""
+        """Return ``error``, extended by the steps and samples that may be the cause.
+
+        Collective.
+        """
         return NotFiniteError("\n".join((str(error), *self._findings.lines(self._now.number))))
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""History of a run over all its parts, read from its files without MPI or torch."""
+"""History of a run over all its starts and resumes, read from its files without MPI or torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 LOSS = "loss"
 SAVINGS = ("node_bytes", "rail_bytes", "ratio", "won_s")
-"""Entries of step records about compression: per step, summed over all ranks."""
+"""Entries of step records about compression; values are per step, for all ranks together."""
 TIMES = tuple(name for name in PARTS if name != "idle_s")
 
 
@@ -52,8 +52,8 @@ class RunHistory:
         directory.check_format()
         if not directory.metrics.exists():
             raise ConfigError(
-                f"{path} must have records, but its job has not started to train; wait for its "
-                f"first step, which hpctrain top shows"
+                f"{path} must have records, but its job has not started to train; wait until "
+                f"hpctrain top shows the first step"
             )
         return cls(
             label=label or shown(path.resolve().name),
@@ -66,7 +66,7 @@ class RunHistory:
 
     @property
     def title(self) -> str:
-        """The label, with the name of the configuration if different."""
+        """Label of the run, then in parentheses the key ``name`` if the label lacks this name."""
         name = shown(self.configuration.get("name", self.label))
         return self.label if name in self.label else f"{self.label} ({name})"
 
@@ -76,16 +76,16 @@ class RunHistory:
         return self.view.status.state
 
     def of(self, event: str) -> list[Record]:
-        """Return the records of an event, oldest first."""
+        """Return the records whose event is ``event``, oldest first."""
         return [record for record in self.records if record["event"] == event]
 
     def last(self, event: str) -> Record:
-        """Return the last record of an event; an empty record if there is none."""
+        """Return the last record whose event is ``event``; an empty record if there is none."""
         return next((each for each in reversed(self.records) if each["event"] == event), {})
 
     @cached_property
     def metric_name(self) -> str:
-        """Name of the first metric of tests."""
+        """Name of the first metric in ``test.metric``."""
         metric = self.configuration.get("test.metric", LOSS)
         first = metric if isinstance(metric, str) else metric[0]
         return str(self.last("finished").get("metric_name", first.rpartition(":")[2]))
@@ -118,7 +118,7 @@ class RunHistory:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Throughput of the finished run, or of its last steps."""
+        """Samples per second of a finished run, or of the last step record; None without steps."""
         last = self.last("finished") or self.last("step")
         return last.get("samples_per_s")
 
@@ -139,7 +139,7 @@ class RunHistory:
 
     @cached_property
     def savings(self) -> dict[str, float | None]:
-        """Means of the entries ``SAVINGS`` over all step records; empty without compression."""
+        """Mean of each entry in ``SAVINGS`` over all step records; empty without compression."""
         found = [each for each in self.of("step") if "won_s" in each]
         columns = {name: [each[name] for each in found] for name in SAVINGS} if found else {}
         return {n: None if None in c else fmean(c) for n, c in columns.items()}
@@ -151,9 +151,9 @@ class RunHistory:
             return ""
         node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
         description = (
-            f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between nodes"
+            f"a step moves {format_bytes(node)} in nodes and {format_bytes(rail)} between nodes"
         )
-        description += f", {ratio:.3g} times less than without compression"
+        description += f" ({ratio:.3g} times less than without compression)"
         if self.savings["won_s"] is None:
             return f"{description}; the time saved is unknown, because the link was not measured"
         end = "saves" if won_s >= 0 else "loses"
@@ -178,7 +178,7 @@ class RunHistory:
 
     @property
     def warning(self) -> str:
-        """Message about losses that are not finite and the reason of a failure; else empty."""
+        """Message about losses that are not finite, and about a failure; empty without these."""
         gaps, description = self.gaps, []
         if gaps:
             many = f"{len(gaps)} of {len(self.of('step'))} records"
@@ -190,12 +190,12 @@ class RunHistory:
 
 
 def number(value: float | None) -> str:
-    """Format a loss or a metric; ``value`` is None, from null in a record, if it is not finite."""
+    """Format a loss or a metric of a record; None means that the value was not finite."""
     return "not finite" if value is None else f"{value:.4f}"
 
 
 def histories(paths: Sequence[Path]) -> list[RunHistory]:
-    """Read several runs; their labels are the ends of their paths, as long as needed to differ.
+    """Read several runs; label each run with the shortest end of its path that is unique.
 
     Raises:
         ConfigError: as ``RunHistory.read``.
@@ -210,7 +210,10 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
 
 
 def labelled(runs: Sequence[RunHistory], name: str) -> list[str]:
-    """Return the attribute ``name`` of each run, if not empty; for several runs, with labels."""
+    """Return the text attribute ``name`` of each run, without empty texts.
+
+    With several runs, each text begins with the label of its run.
+    """
     texts = [(run.label, getattr(run, name)) for run in runs]
     return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 

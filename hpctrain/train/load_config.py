@@ -21,9 +21,10 @@ _ENVIRONMENT = {
     "ranks_per_node": "comm.ranks_per_node",
     "budget": "stop.after",
 }
-"""Names of ``Settings`` and the keys of the file with the same meaning."""
+"""Attributes of ``Settings``, each with the configuration key of the same meaning."""
 
-_UNITS = {"bucket_bytes": "B", "budget": "s"}  # units of settings that the file stores as text
+_UNITS = {"bucket_bytes": "B", "budget": "s"}
+"""Units of the settings that a configuration stores as text with a unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class LoadedData:
         return self.origins.get(name, DEFAULT)
 
     def explain(self, name: str) -> list[tuple[str, str]]:
-        """Return rows about one key, or one row per key of a table.
+        """Return rows that describe the key ``name``, or one row per key of the table ``name``.
 
         Raises:
             ConfigError: there is no such key or table.
@@ -70,10 +71,10 @@ def load(
 
     Args:
         path: TOML file; None for the defaults.
-        overrides: ``key=value`` each; a value that is not TOML is a string. Overrides take
+        overrides: texts ``key=value``; a value that is not valid TOML is a string. Overrides take
             precedence over ``environment``.
-        environment: values of ``HPCTRAIN_*`` variables, by name of the attribute of ``Settings``.
-            These values take precedence over the file.
+        environment: values of ``HPCTRAIN_*`` variables, by attribute of ``Settings``. These values
+            take precedence over the file.
 
     Raises:
         ConfigError: a key is unknown, or a value is invalid.

@@ -1,4 +1,4 @@
-"""Exchange of local methods: ranks take separate steps and average their replicas."""
+"""Combination of steps by local methods: ranks take separate steps and average their replicas."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -30,13 +30,13 @@ WITHIN_S = 1.0
 
 
 class OwnStepsExchange(AccumulatedExchange):
-    """Base class of local and asynchronous methods, whose ranks take local steps."""
+    """Base class for local and asynchronous methods, in which each rank takes separate steps."""
 
     takes_own_steps = True
 
     @property
     def gradient_flags(self) -> int:
-        """Flags of all ranks whose gradients this rank averages."""
+        """Flags of the ranks whose gradients this rank averages."""
         return int(self.method.gradient_flags)
 
     def skip(self, flags: int) -> None:
@@ -69,7 +69,7 @@ class OwnStepsExchange(AccumulatedExchange):
         return {**super().shared_state(), "sync": method}
 
     def own_state(self) -> dict[str, Any]:
-        """Return this rank's state of the method, and its replica if replicas differ."""
+        """Return this rank's state of the method and, if replicas differ, this rank's replica."""
         replica = None
         if not self.states_agree:
             parameters = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -113,7 +113,7 @@ _KINDS: Mapping[str, type[LocalMethod]] = {
 
 
 class LocalExchange(OwnStepsExchange):
-    """Averages replicas at the end of each round with a method of ``[sync]``, e.g. local SGD.
+    """Averages replicas at the end of each round of steps, with a method such as local SGD.
 
     Args:
         config: configuration of the run.
@@ -136,7 +136,7 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank is among the ranks that were drawn for the current round."""
+        """Whether this rank trains in the current round; see ``sync.fraction``."""
         return self.method.takes_part
 
     @property
@@ -146,7 +146,7 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def leads_step(self) -> bool:
-        """Whether this rank is the lowest of the ranks that take the current step together."""
+        """Whether no lower rank takes the current step together with this rank."""
         return self.method.leads_step
 
     @property
@@ -184,8 +184,8 @@ class LocalExchange(OwnStepsExchange):
     def _shared_optimizer(self) -> dict[str, Any]:
         """Return the mean of the optimizer states of all ranks. Collective.
 
-        The state is empty if the ranks have states of different parameters, for example after a
-        reset, or if a rank has had no samples yet.
+        The state is empty if ranks have optimizer state for different parameters, for example
+        after a reset, or because a rank has had no samples yet.
         """
         state, replica = super()._shared_optimizer(), self.method.replica
         if self.states_agree:
@@ -208,7 +208,7 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each ``RunPart``."""
+        """Entries for the record that each start or resume of a run writes."""
         sync = self.config.sync
         entries = {"steps": sync.steps, "compression": sync.compression}
         return {"sync": {"method": sync.method, **entries}}
@@ -242,7 +242,7 @@ class LocalExchange(OwnStepsExchange):
 
 @contextmanager
 def naming(method: str) -> Iterator[None]:
-    """Convert errors of a method's constructor into ``ConfigError`` with the name ``method``."""
+    """Convert errors inside the block into a ``ConfigError`` that names ``method``."""
     try:
         yield
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
@@ -294,7 +294,10 @@ def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str,
 
 
 def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
-    """Remove the argument ``name``, in epochs, from ``args``; return it in steps, or None."""
+    """Remove ``args[name]``, a number of epochs; return it as steps, or None if not set.
+
+    ``other`` is the argument with the same meaning in steps; setting both is a ``ConfigError``.
+    """
     epochs = args.pop(name, None)
     if epochs is None:
         return None

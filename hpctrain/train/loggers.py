@@ -21,12 +21,13 @@ from hpctrain.train.run_directory import RunDirectory
 
 Record = Mapping[str, Any]
 
-_VALUES = {"step": "train", "test": "test"}  # events with values, and their names in loggers
+_VALUES = {"step": "train", "test": "test"}
+"""Events whose values are logged, each with the prefix of the names of its values."""
 _NO_VALUES = ("event", "step", "epoch")
 
 
 Factory = Callable[[Path, Mapping[str, Any]], Any]
-"""Function of run folder and configuration that returns an object with ``write`` and ``close``."""
+"""Makes a logger, an object with ``write`` and ``close``, from run directory and configuration."""
 
 
 class Loggers:
@@ -72,7 +73,7 @@ class Loggers:
 
 
 def factory(name: str) -> Factory:
-    """Return the factory of the logger ``name``, as in ``log.to``.
+    """Return the factory of the logger ``name``, an element of ``log.to``.
 
     Raises:
         ConfigError: there is no such logger, or its package is not installed.
@@ -89,7 +90,7 @@ def factory(name: str) -> Factory:
         raise ConfigError(f'log.to must name a logger, got "{name}"{hint(name, _FACTORIES)}')
     if name in _PACKAGES and importlib.util.find_spec(name) is None:
         raise ConfigError(
-            f'log.to = "{name}" must be used with the package {name}, but it is not installed; '
+            f'the package {name} must be installed for log.to = "{name}", but it is not; run '
             f"pip install 'hpctrain[{name}]', or leave {name} out of log.to"
         )
     return _FACTORIES[name]
@@ -113,7 +114,7 @@ class CsvLogger:
         self._columns: dict[str, list[str]] = {}
 
     def write(self, record: Record) -> None:
-        """Append a row; rewrite the file at the start of a part and for new columns."""
+        """Append a row; rewrite the file if a run starts or resumes, or for new columns."""
         event = record["event"]
         if event in ("started", "resumed"):
             self._folder.mkdir(exist_ok=True)
@@ -158,7 +159,7 @@ class TensorBoardLogger:
     def write(self, record: Record) -> None:
         """Write each value of a record as a scalar."""
         if self._writer is None:
-            # A resumed run writes the records after its checkpoint again; purge the old ones.
+            # A resumed run repeats the steps after its checkpoint; purge their old values.
             first = record.get("step", 0) + 1
             make = imported("torch.utils.tensorboard:SummaryWriter")
             self._writer = make(str(self._folder), purge_step=first)
@@ -175,7 +176,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Writes to Weights & Biases; all parts of a run share one W&B run.
+    """Writes to Weights & Biases; a resumed run continues its W&B run.
 
     Environment variables of wandb select the project, owner and mode: WANDB_PROJECT, WANDB_ENTITY,
     WANDB_MODE.

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: steps, tests, checkpoints and records of a run."""
 
 import math
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ class Outcome:
 
     scores: Scores  # results of the last test
     training_s: float  # total duration of all steps, without tests
-    num_samples: int  # processed in all epochs; a sample counts once per epoch
+    num_samples: int  # number of processed samples; a sample counts once per epoch
     step: int  # number of finished steps
     best: dict[str, Any]  # step, epoch and metric of the best test
 
@@ -48,7 +48,7 @@ class Stopped:
 
 
 class TrainingLoop:
-    """Trains from the position of ``state`` to the last epoch or until a stop request.
+    """Trains from the step in ``state`` to the end of the last epoch, or until a stop request.
 
     Args:
         state: position of the run; updated after each step.
@@ -116,10 +116,10 @@ class TrainingLoop:
         )
 
     def _finish_epoch(self, epoch: int, *, wants_save: bool = False) -> Stopped | None:
-        """Test if a test is due; synchronize the replicas if the run may end here. Collective.
+        """Test the model if a test is due, then save a checkpoint if one is due. Collective.
 
-        If a stop request interrupts the test, return ``Stopped``; the resumed run then starts with
-        this test.
+        First synchronize the replicas if the run may end after this epoch. If a stop request
+        interrupts the test, return ``Stopped``; the resumed run then starts with this test.
         """
         state, task = self._state, self._task
         is_last = epoch == task.config.train.epochs
@@ -166,7 +166,10 @@ class TrainingLoop:
         self._task.exchange.resume_clock()
 
     def _step(self, batch: Batch, epoch: int) -> int:
-        """Take one step, write a record if one is due, and return the flags of all ranks."""
+        """Take one step, and write a record if one is due. Collective.
+
+        Returns the flags that any rank raised in this step, such as ``STOP``.
+        """
         state, task, guard = self._state, self._task, self._guard
         self._profiler.before(state.step + 1)
         rate, exchange = guard.rate(state.step + 1), task.exchange
@@ -233,7 +236,7 @@ class TrainingLoop:
         state.training_s += interval.num_steps * interval.step_s
         state.num_skipped += interval.num_skipped
         rounds = task.exchange.figures
-        all_work = task.config.sync.fraction == 1  # otherwise ranks that are not drawn look fast
+        all_work = task.config.sync.fraction == 1  # otherwise ranks that skip a round look fast
         for line in self._slow_ranks.see(interval.of_ranks) if all_work else ():
             if task.comm.rank == 0:
                 logger.warning(line)
@@ -262,7 +265,7 @@ class TrainingLoop:
             self._guard.check_num_skipped(state.num_skipped)
 
     def _score(self) -> float | None:
-        """Return a value that increases with the quality of the model; None if not finite."""
+        """Return the result of the last test; larger is better, None if not finite."""
         scores = self._state.scores
         if scores is None or not (math.isfinite(scores.loss) and math.isfinite(scores.metric)):
             return None
@@ -272,9 +275,9 @@ class TrainingLoop:
 def is_recorded(task: Task, step: int, since: int) -> bool:
     """Return whether a record is written after ``step``; identical on all ranks.
 
-    With local steps, a record that is due waits for the end of the round or of the epoch, so no
-    step needs an additional message. The result does not depend on a clock, so a resumed run
-    writes the same records as an uninterrupted run.
+    With local steps, a record that is due is written at the end of the round or of the epoch,
+    because only there the ranks communicate. The result does not depend on a clock, so a resumed
+    run writes the same records as an uninterrupted run.
 
     Args:
         task: configuration and loader.
@@ -288,7 +291,9 @@ def is_recorded(task: Task, step: int, since: int) -> bool:
 
 
 def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int = 1) -> bool:
-    """Return whether ``step`` ends one of the nearly equal intervals of an epoch.
+    """Return whether an interval between two records has ended by ``step``.
+
+    An epoch is divided into intervals of nearly equal length.
 
     Args:
         step: number of finished steps.
@@ -319,9 +324,9 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
         guard: decides whether the step is taken; the caller has called ``guard.begin``.
 
     Returns:
-        ``(loss, num_samples, is_taken)``: a mean loss, the number of samples in this mean (each
-        sample of the batch counts on exactly one rank), and whether the step was taken. A step
-        that is not taken returns ``(0.0, 0, False)``.
+        ``(loss, num_samples, is_taken)``: a mean loss, the number of samples in this mean, and
+        whether the step was taken. Each sample of the batch counts on exactly one rank. If the
+        step is not taken, returns ``(0.0, 0, False)``.
     """
     exchange = task.exchange
     with agreed(task.comm) if guard.is_first else nullcontext():
@@ -334,7 +339,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     )
     loss, num_samples = exchange.backward(own, task.forward, guard)
     overflows = task.precision.unscale(task.optimizer)
-    # After an overflow of the loss scaling, gradients are never finite; check only the loss.
+    # After an overflow caused by the loss scale, gradients are not finite; check only the loss.
     if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
         guard.skip_step()
         return 0.0, 0, False

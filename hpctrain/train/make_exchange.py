@@ -1,4 +1,4 @@
-"""Selection of the exchange for a configuration."""
+"""Selection of the exchange of a run, which combines the gradients or steps of the ranks."""
 
 from collections.abc import Callable
 
@@ -24,9 +24,10 @@ _Constructor = Callable[[RunConfig, Communicator, BuiltModel], StepExchange]
 
 
 def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> StepExchange:
-    """Return the exchange for ``config``. Collective.
+    """Build the exchange that ``config`` selects. Collective.
 
-    The exchange may replace model and optimizer.
+    The exchange may wrap or replace the model and the optimizer; callers must use
+    ``exchange.model`` and ``exchange.optimizer`` from then on.
 
     Args:
         config: configuration of the run, with ``train.shard`` resolved.
@@ -36,7 +37,7 @@ def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> S
     Raises:
         MismatchError: arguments of the method are invalid; on all ranks.
     """
-    _check(config, comm)  # raises on all ranks, which have one configuration
+    _check(config, comm)  # all ranks have the same configuration, so all raise or none
     with agreed(comm):
         kind: _Constructor = imported(f"hpctrain.train.{_EXCHANGES[_name(config)]}")
     return kind(config, comm, built)
@@ -53,13 +54,13 @@ def _name(config: RunConfig) -> str:
 
 
 def _check(config: RunConfig, comm: Communicator) -> None:
-    """Raise ``ConfigError`` if the exchange does not support other keys of the configuration."""
+    """Raise ``ConfigError`` if a key has a value that the selected exchange does not support."""
     parallel = config.parallel
     if config.log.noise_scale and _name(config) != "averaged":
         raise ConfigError(
             "log.noise_scale must be false with train.shard, train.reproducible, a local "
-            "sync.method or [parallel], because the noise scale is estimated from the gradients "
-            "of single ranks and their average, got true; omit log.noise_scale or the other key"
+            "sync.method or [parallel], which do not show the gradients of single ranks and their "
+            "average, but log.noise_scale is true; omit log.noise_scale or the other key"
         )
     if _name(config) in ("averaged", "sharded") and parallel.dp not in (0, comm.size):
         raise ConfigError(

@@ -18,20 +18,20 @@ from hpctrain.core.records import Records, finite, read, record_of
 if TYPE_CHECKING:
     from hpctrain.train.loggers import Loggers
 
-SHOWN = 5  # damaged lines listed in a warning
+SHOWN = 5  # maximum number of damaged lines that a warning lists
 RANKS = "ranks.json"  # name of the file with the latest times of each rank
 RANKS_EVERY_S = 1.0
-"""Shortest interval between two writes: the file has 60 kB with a thousand ranks."""
+"""Shortest time between two writes of ``RANKS``, which has 60 kB with a thousand ranks."""
 
 
 class Metrics:
     """Appends records to a file without buffering; a killed run loses at most the last record.
 
     Args:
-        path: file, created if missing; None on ranks that write nothing, where all calls are
-            no-ops.
-        may_write: called before each record; if False, the record is dropped.
-        loggers: receive all records too.
+        path: file of records, created if missing; None on ranks that write nothing: all calls are
+            no-ops there.
+        may_write: called before each record; if it returns False, the record is dropped.
+        loggers: additional receivers of all records.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Metrics:
         self._may_write, self._loggers = may_write, loggers
         self._records = None if path is None else Records(path)
         self.num_records = 0 if path is None else len(read(path))
-        """Records in the file, including earlier parts of the run; 0 without a file."""
+        """Number of records in the file, including records before a resume; 0 without a file."""
         self._ranks = None if path is None else path.with_name(RANKS)
         self._of_ranks: dict[str, Any] = {}
         self._ranks_at = -math.inf
@@ -105,13 +105,13 @@ class Metrics:
 def cut(path: Path, num_records: int, step: int) -> None:
     """Truncate ``metrics.jsonl`` atomically to its first records; no-op without a file.
 
-    After a loss of power, lines may be missing or contain zeros. Damaged lines are removed with a
-    warning.
+    After a loss of power, lines may be missing or contain zeros. Lines that contain no record are
+    removed with a warning.
 
     Args:
         path: file of records.
-        num_records: number of lines to keep.
-        step: records of later steps are also removed.
+        num_records: number of lines to keep at most.
+        step: records of steps after this step are removed, too.
 
     Raises:
         OSError: the file cannot be written.
@@ -122,9 +122,10 @@ def cut(path: Path, num_records: int, step: int) -> None:
     records = [record_of(line) for line in lines]
     if damaged := [str(number) for number, record in enumerate(records, 1) if record is None]:
         logger.warning(
-            f"{len(damaged)} of {len(lines)} lines of {path} are not records, as after a loss of "
-            f"power: {', '.join(damaged[:SHOWN])}{', ...' if len(damaged) > SHOWN else ''}; these "
-            f"lines are removed, and the run continues"
+            f"{len(damaged)} of {len(lines)} lines of {path} are not records, perhaps after a "
+            f"power failure: {', '.join(damaged[:SHOWN])}"
+            f"{', ...' if len(damaged) > SHOWN else ''}; these lines are removed, and the run "
+            f"continues"
         )
     # If line breaks were lost too, the first lines may include records of later steps.
     kept = [
@@ -137,23 +138,23 @@ def cut(path: Path, num_records: int, step: int) -> None:
 
 
 def result(record: Mapping[str, Any]) -> str:
-    """Return a one-line test result of a finished run; a metric of None was not finite."""
+    """Return the test result in the last record of a finished run, as text of one line."""
     metric = record["metric"]
     return f"test {record['metric_name']} {math.nan if metric is None else metric:.4f}"
 
 
 def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
-    """Return measurements of a run: model size, throughput, batch and samples to a target loss.
+    """Return measurements of a run: model size, throughput, batch, samples until a target loss.
 
     Args:
         run: run directory.
-        target_loss: test loss to reach, or training loss if the run has no tests; None counts all
-            samples of the run.
+        target_loss: test loss to reach, or training loss if the run has no tests; if None, all
+            samples of the run are counted.
 
     Returns:
-        ``parameters``: number of parameter elements; ``samples_per_s``: throughput of one rank
-        without communication and input; ``rank_batch`` and ``batch``: samples per step of a rank
-        and of all ranks; ``samples``: samples until the target loss; ``noise_scale``: last
+        ``parameters``: number of parameter elements; ``samples_per_s``: samples per second of
+        compute time on one rank; ``rank_batch`` and ``batch``: samples per step of one rank and
+        of all ranks; ``samples``: number of samples until the target loss; ``noise_scale``: last
         gradient noise scale, if measured.
 
     Raises:
@@ -172,8 +173,8 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     steps, tests = by_event.get("step", []), by_event.get("test", [])
     if not begun or not steps:
         raise ConfigError(f"{file} has no step record yet; wait until the run has recorded a step")
-    # Records contain means over several steps. The largest mean is the mean of steps with full
-    # batches; the last batch of an epoch may be shorter.
+    # Records have means over several steps, and the last batch of an epoch may be smaller. The
+    # largest mean is therefore the size of a full batch.
     times = ("compute_s", "communication_s", "input_s")
     batch = max(round(r["samples_per_s"] * sum(r[t] for t in times)) for r in steps)
     share = batch / begun[-1]["world_size"]

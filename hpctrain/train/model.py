@@ -58,7 +58,7 @@ class BuiltModel:
 
 
 def make_model(config: ModelConfig) -> nn.Module:
-    """Build the model that ``model.target`` returns.
+    """Call ``model.target`` with ``model.args``, and return the model.
 
     Raises:
         ConfigError: the target cannot be called, or does not return a ``torch.nn.Module``.
@@ -75,7 +75,7 @@ def make_model(config: ModelConfig) -> nn.Module:
 
 
 def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Load the weights of ``model.init_from`` into the model. Local.
+    """Load initial weights from the path ``model.init_from`` into the model. Local.
 
     Raises:
         ConfigError: the weights cannot be read, or do not match the model.
@@ -86,7 +86,7 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
     for prefix in _PREFIXES:
         if have and all(name.startswith(prefix) for name in have):
             have = {name.removeprefix(prefix): value for name, value in have.items()}
-    # The model keeps its dtypes.
+    # Convert tensors to the dtypes of the model.
     have = {name: v.to(want[name].dtype) if name in want else v for name, v in have.items()}
     fits = {n: v for n, v in have.items() if n in want and v.shape == want[n].shape}
     if lines := misfits(have, want):
@@ -115,7 +115,7 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = load_file(path)
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
-        # pickle, zip and torch raise any of these for other files.
+        # pickle, zip and torch raise one of these errors for a file of another format.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
             message = str(error).partition("\n")[0]
             if isinstance(error, pickle.UnpicklingError):  # torch's text is too long
@@ -136,7 +136,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
-    """Compare the tensors ``have`` with the expected tensors ``want``; return a line per fault.
+    """Compare the tensors ``have`` with the expected ones, ``want``; return one line per fault.
 
     A fault is a missing tensor, an unexpected tensor, or a tensor with another shape or dtype.
     """
@@ -158,11 +158,11 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     """Return the device of the model, and the reason for the choice. Local.
 
     Args:
-        config: table ``[train]``, of which ``device`` is used.
-        num_devices: number of accelerators that every rank has.
+        config: table ``[train]``; its key ``device`` is the request.
+        num_devices: number of accelerators of the rank that has the fewest.
 
     Returns:
-        The device, and a text for the description of the run; empty if only the CPU exists.
+        The device, and the reason as text; the text is empty if some rank has no accelerator.
 
     Raises:
         ConfigError: this rank does not have the configured device.
@@ -178,7 +178,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
         if config.device == kind:
             raise ConfigError(
                 f"every rank must have a device for train.device = {kind!r}, but some ranks have "
-                f"none; request devices, as by #SBATCH --gpus-per-node, or set train.device = cpu"
+                f"none; request GPUs, as with #SBATCH --gpus-per-node, or set train.device = cpu"
             )
         return cpu, ""
     refused = {
@@ -187,12 +187,15 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
         "train.shard = node uses memory of the host, use parallel.zero": config.shard == "node",
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
-        return cpu, f"cpu, though every rank has {kind}: {reason}"
+        return cpu, f"cpu, although every rank has {kind}: {reason}"
     return torch.device(kind, torch.accelerator.current_device_index()), kind
 
 
 def prepare(model: nn.Module, run: RunConfig) -> None:
-    """Apply activation checkpointing and ``torch.compile``; keep the names of the state dict."""
+    """Apply activation checkpointing and ``torch.compile`` in place, if configured.
+
+    The names in the state dict of the model do not change.
+    """
     config = run.train
     _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -203,7 +206,7 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
             recompute(model, [name])
     if not config.compile:
         return
-    # A kernel must depend only on the shape of its inputs, not on shapes in earlier calls.
+    # Without dynamic shapes, a kernel does not depend on the shapes of earlier inputs.
     args = {"dynamic": False, **config.compile_args}
     check_arguments(torch.compile, 1, args, "train.compile_args")
     try:
@@ -243,7 +246,7 @@ def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer; parameters with equal optimizer arguments are in one group.
+    """Build the optimizer, with one parameter group per set of optimizer arguments.
 
     Raises:
         ConfigError: the optimizer or its arguments are invalid.
@@ -313,7 +316,7 @@ _SCALINGS = {"linear": linear_scaling, "square_root": square_root_scaling}
 
 
 def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
-    """Return a function from a step, counted from 0, to the factor of ``optimizer.lr``.
+    """Return a function that maps the index of a step, from 0, to a factor of ``optimizer.lr``.
 
     Args:
         run: configuration.
@@ -367,8 +370,8 @@ def with_shard(
         local_sizes: number of ranks per node, for each node whose ranks share memory.
 
     Returns:
-        The configuration with ``train.shard`` set to ``node`` or ``none``, and the reason; empty
-        if ``train.shard`` is not ``auto``.
+        The configuration with ``train.shard`` set to ``node`` or ``none``, and the reason as text.
+        If ``train.shard`` is not ``auto``, the configuration is unchanged and the text empty.
     """
     train, most = config.train, max(local_sizes, default=1)
     if train.shard != "auto":
@@ -383,7 +386,7 @@ def with_shard(
         "sync.compression is not none": config.sync.compression != "none",
         "log.noise_scale needs the gradients of single ranks": config.log.noise_scale,
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
-        f"{config.optimizer.name} may use other parameters in a step": not can_shard(optimizer),
+        f"{config.optimizer.name} may combine several parameters": not can_shard(optimizer),
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         text = f"every rank has all parameters: {reason}"

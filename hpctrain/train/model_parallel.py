@@ -1,4 +1,4 @@
-"""Model that is divided among ranks according to ``[parallel]``, with its gradients."""
+"""Training and evaluation of this rank's part of a model that ``[parallel]`` divides."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,14 +33,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class ModelParallel:
-    """This rank's part of a model and of its optimizer.
+    """This rank's part of a divided model, with an optimizer for this part.
 
     The averaged gradients equal the gradients of the whole batch on one process, because each
     replica's mean loss is weighted by its number of samples. The constructor is collective.
 
     Args:
         config: configuration of the run.
-        built: identical on all ranks; the model is changed in place.
+        built: whole model, identical on all ranks, and optimizer; the model is changed in place.
         layout: mesh of all ranks.
 
     Raises:
@@ -74,8 +74,8 @@ class ModelParallel:
             divide = getattr(model, "parallel_context", None)
             if divide is None:
                 raise ConfigError(
-                    f"parallel.cp = {config.cp} must have a model with a method "
-                    f"parallel_context, which takes the mesh that divides the sequence, but "
+                    f"for parallel.cp = {config.cp}, the model must have a method "
+                    f"parallel_context, which gets the mesh that divides the sequence, but "
                     f"{type(model).__name__} has none; add the method (hpctrain guide "
                     f"parallel), or omit cp"
                 )
@@ -96,7 +96,10 @@ class ModelParallel:
         return self._pipeline.model
 
     def _sharded(self, model: nn.Module) -> nn.Module:
-        """Create the optimizer of this rank's part; shard both with ``zero``. Collective."""
+        """Create an optimizer for ``model``, this rank's part; shard both if ``zero`` is set.
+
+        Returns ``model``. Collective.
+        """
         self.optimizer = self.state.part_of(self.optimizer, model)
         if self._config.zero:
             shard(
@@ -138,10 +141,10 @@ class ModelParallel:
         Args:
             both: inputs and labels of this replica; may be empty.
             loss_of: returns the mean loss of inputs and labels; not called with a pipeline.
-            num_samples: number of samples of all replicas.
+            num_samples: number of samples in the global batch, over all replicas.
 
         Returns:
-            Mean loss of the replica's samples, on each of its ranks; 0 without samples.
+            Mean loss of the replica's samples, on all ranks of the replica; 0 without samples.
         """
         self.optimizer.zero_grad()
         num_own = len(both[0])
@@ -183,7 +186,7 @@ class ModelParallel:
         self._guard.mark()
 
     def output(self, inputs: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the output for a replica's samples, without gradients. Collective.
+        """Return the output of the model for this replica's samples. Collective.
 
         Only the leading rank of each replica (``ParallelLayout.leads``) returns the output; other
         ranks, and replicas without samples, return None.
@@ -211,7 +214,7 @@ class ModelParallel:
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` if model or optimizer need data of other parts of the model."""
+    """Raise ``ConfigError`` if the model or the optimizer cannot work on a part of the model."""
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
             "[parallel] must not be used with hpctrain.SyncBatchNorm, which computes statistics "

@@ -13,7 +13,7 @@ from hpctrain.train.run_config import ModelConfig
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 _SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
-"""Attributes of modules or of their ``config`` with sizes that parameters do not show."""
+"""Names of attributes of a module, or of its ``config``, that contain the maximum length."""
 
 
 def sizes_of(target: str) -> dict[str, Any]:
@@ -23,10 +23,10 @@ def sizes_of(target: str) -> dict[str, Any]:
         target: ``module:function`` that returns the model.
 
     Returns:
-        The sizes that were found: ``parameters``; ``layers``: length of the list of equal modules
-        with the most parameters; ``heads``; ``vocabulary`` and ``hidden``: shape of the largest
-        embedding; ``tied``: whether input and output embedding share weights; ``sequence``:
-        maximum length of a sequence.
+        The sizes that were found. ``parameters``: number of trained elements; ``layers``: number
+        of modules in the largest list of equal modules; ``heads``: number of attention heads;
+        ``vocabulary`` and ``hidden``: shape of the largest embedding; ``tied``: whether input and
+        output embedding share weights; ``sequence``: maximum length of a sequence.
 
     Raises:
         ConfigError: there is no such function, or it does not return a model on the meta device.
@@ -58,7 +58,11 @@ def sizes_of(target: str) -> dict[str, Any]:
 
 
 def _layers(model: nn.Module) -> int | None:
-    """Return the length of the list of equal modules with the most parameters."""
+    """Return the number of layers of a model, or None without layers.
+
+    The layers are the equal modules of one list; if there are several lists with equal modules,
+    the list whose equal modules have the most parameters.
+    """
     most, layers = (False, 0), None
     for module in model.modules():
         alike = Counter(

@@ -1,4 +1,4 @@
-"""Exchange of ranks that divide the model according to ``[parallel]``."""
+"""Combination of gradients if ranks divide the model according to ``[parallel]``."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +48,7 @@ class ParallelExchange(StepExchange):
         self._flags, self._loss, self._mean_loss = 0, 0.0, math.nan
 
     def raise_flags(self, flags: int) -> None:
-        """Add these bits to the flags of the step, which all ranks receive. Local."""
+        """Add ``flags`` to the bits that all ranks receive in this step. Local."""
         self._flags |= flags
 
     def report_loss(self, loss: float) -> None:
@@ -121,7 +121,7 @@ class ParallelExchange(StepExchange):
             ReplicaError: replicas differ; on all ranks.
         """
         if self.config.parallel.zero:
-            return True  # each rank has a different shard
+            return True  # nothing to compare: each rank has a different shard
         mine = str([self._layout.place(axis)[0] for axis in ("pp", "tp")]), self._own_hash()
         found = dict[str, set[str]]()
         for where, value in self.comm.allgather_object(mine):
@@ -139,7 +139,10 @@ class ParallelExchange(StepExchange):
         return state_hash({name: local(value.detach()) for name, value in named})
 
     def hash(self) -> str:
-        """Return a hash of the parts of all ranks, which depends on the layout. Collective."""
+        """Return a hash of the model on all ranks. Collective.
+
+        The hash depends on how the ranks divide the model.
+        """
         mine = {name: local(value) for name, value in self.model.state_dict().items()}
         return state_hash({"ranks": self.comm.allgather_object(state_hash(mine))})
 
@@ -163,7 +166,7 @@ class ParallelExchange(StepExchange):
         self._layout.share_out(*loaders)
 
     def local_state(self) -> dict[str, Any]:
-        """Return model and optimizer state as shards of whole tensors. Collective."""
+        """Return this rank's pieces of the model and optimizer state. Collective."""
         return self.method.state.state()
 
     def shared_state(self) -> dict[str, Any]:

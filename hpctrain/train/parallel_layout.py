@@ -1,4 +1,4 @@
-"""Layout of the ranks that divide a model, with its batches and gradients."""
+"""Layout of ranks that divide a model, padding of batches, and averaging of gradients."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class ParallelLayout:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank, one per replica, reports samples and outputs of the replica."""
+        """Whether this rank is the leading rank of its replica, which reports for the replica."""
         stage, stages = self.place("pp")
         return stage == stages - 1 and not self.place("tp")[0] and not self.place("cp")[0]
 
@@ -83,14 +83,14 @@ class ParallelLayout:
 
 
 class BatchPadding:
-    """Divides a replica's samples along the sequence, and pads the samples to a fixed number.
+    """Divides the sequences of a replica's samples, and pads batches with copies of a sample.
 
-    With a pipeline or sharded parameters, every rank must compute in every step. Batches are
-    padded with copies of a sample; the loss of a copy has weight 0.
+    With a pipeline or sharded parameters, every rank must compute in every step, even without
+    samples. The loss of a copy has weight 0.
 
     Args:
         layout: layout of all ranks.
-        global_batch: number of samples of a full batch of all replicas.
+        global_batch: number of samples in a full batch, over all replicas.
     """
 
     def __init__(self, layout: ParallelLayout, global_batch: int) -> None:
@@ -121,7 +121,7 @@ class BatchPadding:
         return mine
 
     def filled(self, *tensors: Tensor, size: int = 1) -> list[Tensor]:
-        """Return ``tensors``, results of ``own``, padded to at least ``size`` samples. Local."""
+        """Pad ``tensors``, which ``own`` returned, to at least ``size`` samples. Local."""
         return [
             torch.cat([values, spare.expand(size - len(values), *spare.shape[1:])])
             if len(values) < size
@@ -135,9 +135,9 @@ class MicroBatches:
 
     Args:
         padding: padding of the batches.
-        loss: mean over samples.
-        precision: precision of the loss.
-        number: number of micro-batches of a batch.
+        loss: function of outputs and labels that returns the mean loss over the samples.
+        precision: precision in which the loss is computed.
+        number: number of micro-batches per batch.
     """
 
     def __init__(
@@ -180,7 +180,12 @@ class MicroBatches:
         return call(given, torch.arange(size, device=labels.device))
 
     def loss(self, output: Tensor, places: Tensor) -> Tensor:
-        """Return the weighted loss of the samples at indices ``places``, without padding."""
+        """Return the weighted loss of a micro-batch, without its padding.
+
+        Args:
+            output: output of the model for the micro-batch.
+            places: indices of the samples of the micro-batch in the batch of the replica.
+        """
         labels, num_own, weight = self._batch
         size = int((places < num_own).sum())
         if self._outputs is not None:
@@ -196,8 +201,8 @@ class GradientAverage:
 
     Args:
         layout: layout of all ranks.
-        model: part of this rank.
-        bucket_bytes: size at which a bucket is sent.
+        model: this rank's part of the model.
+        bucket_bytes: size in bytes from which a bucket is sent.
     """
 
     def __init__(self, layout: ParallelLayout, model: nn.Module, bucket_bytes: int) -> None:
@@ -213,7 +218,7 @@ class GradientAverage:
         used = torch.tensor([parameter.grad is not None for parameter in trained]).int()
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         for parameter in compress(trained, used.tolist()):
-            if parameter.grad is None:  # another replica has one
+            if parameter.grad is None:  # another replica has a gradient of this parameter
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local(parameter.grad)
             dtype = gradient.dtype

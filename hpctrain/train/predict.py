@@ -1,4 +1,4 @@
-"""Predictions of a trained model, from a checkpoint to an HDF5 file."""
+"""Predictions of a model that is loaded from a checkpoint, written to an HDF5 file."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +44,8 @@ def load_task(
         comm: all ranks.
         overrides: changes of the stored configuration, each ``key=value``.
         which: ``last``, ``best``, or the step of a checkpoint.
-        split: samples of ``task.test``: ``test``, ``validation``, or ``train``, which includes
-            the samples that ``data.validation`` holds out.
+        split: samples that ``task.test`` must have: ``test``, ``validation`` or ``train``;
+            ``train`` includes the samples that ``data.validation`` holds out.
 
     Returns:
         The task, and the path of the checkpoint. The model has the averaged weights if the
@@ -169,7 +169,7 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
 
 
 def _kind(values: NDArray[Any]) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype of one row, to compare batches."""
+    """Return shape and dtype of one row; both must be the same in all batches."""
     return values.shape[1:], values.dtype.str
 
 
@@ -177,8 +177,7 @@ class _Rows:
     """Output file with a contiguous HDF5 dataset; each rank writes its rows at byte offsets.
 
     Each rank has only its own rows in memory, and HDF5 does not need to be built with MPI.
-
-    Construction is collective: rank 0 creates the file, and all ranks open it.
+    The constructor is collective: rank 0 creates the file, and all ranks open it.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class _Rows:
                 ) from None
 
     def write(self, first: int, values: NDArray[Any]) -> str:
-        """Write rows from index ``first``; return an error message, empty on success."""
+        """Write rows, starting at row ``first``; return an error message, empty on success."""
         if _kind(values) != self._kind:
             return (
                 f"all predictions must have the same shape and type, got {_kind(values)} after "

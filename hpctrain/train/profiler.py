@@ -14,7 +14,7 @@ from hpctrain.train.run_config import LogConfig
 class Profiler:
     """Traces the steps ``log.profile`` on the ranks ``log.profile_ranks``.
 
-    A part of a run that starts within these steps traces the remaining steps.
+    If a run resumes within these steps, a new trace contains the remaining steps.
 
     Args:
         config: selects steps and ranks.

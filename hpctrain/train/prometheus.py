@@ -1,4 +1,4 @@
-"""Logger for Prometheus, for the textfile collector of node_exporter."""
+"""Logger that writes metrics for Prometheus, read by the textfile collector of node_exporter."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from hpctrain.core.atomic import publishing
 from hpctrain.train.run_directory import RunDirectory
 
 _Sample = tuple[str, Mapping[str, object], float | None]
-"""Name, labels and value; None means not finite."""
+"""Name, labels and value; a value of None was not finite."""
 
 _HELP = {
     "step": "Finished steps of the run",
@@ -33,8 +33,8 @@ _PARTS = ("compute", "communication", "input", "checkpoint")
 class PrometheusLogger:
     """Replaces the file metrics.prom atomically at each record.
 
-    To export the metrics, link the file into the directory that node_exporter gets as
-    ``--collector.textfile.directory``.
+    To export the metrics, create a link to the file in the directory that the option
+    ``--collector.textfile.directory`` of node_exporter names.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class PrometheusLogger:
     def _of_ranks(self) -> Iterator[_Sample]:
         try:
             found = json.loads(self._ranks.read_bytes())
-        except OSError:  # the file does not exist before the first interval
+        except OSError:  # the file does not exist before the first step record
             return
         for part in _PARTS:
             for rank, seconds in enumerate(found[f"{part}_s"]):

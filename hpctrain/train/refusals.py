@@ -1,4 +1,4 @@
-"""Errors of torch about data, model or loss, converted into errors with a remedy."""
+"""Conversion of torch errors about data, model or loss into errors with a remedy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 @contextmanager
 def explain_errors(whose: str, *values: object) -> Iterator[None]:
-    """Add the name and arguments of a function to errors inside the block.
+    """Add the name of a user's function, and its arguments, to errors inside the block.
 
-    Errors that torch raises become ``DataError``; errors of the user's function get a note.
+    An error raised in the code of torch becomes a ``DataError``; another error gets a note.
 
     Args:
         whose: description of the function, such as ``model.target = "..."``.
@@ -65,7 +65,7 @@ def _remedy(message: str, dtypes: list[torch.dtype]) -> str:
 
 
 def targets(config: RunConfig) -> tuple[str, str]:
-    """Return the keys of model and loss with their values, for error messages."""
+    """Return ``model.target = "..."`` and ``loss.target = "..."``, for error messages."""
     return f'model.target = "{config.model.target}"', f'loss.target = "{config.loss.target}"'
 
 

@@ -1,4 +1,4 @@
-"""Exchange of steps that are bitwise identical on any number of ranks."""
+"""Combination of gradients that gives bitwise identical steps on any number of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,9 @@ from hpctrain.train.step_exchange import (
 
 
 class ReproducibleExchange(StepExchange):
-    """Sums the gradients of micro-shards over a fixed tree (``train.reproducible``).
+    """Sums the gradients of micro-shards in the order of a fixed tree (``train.reproducible``).
+
+    Micro-shards are equal parts of the global batch; their number is fixed for the whole run.
 
     Args:
         config: configuration of the run.
@@ -67,9 +69,9 @@ class ReproducibleExchange(StepExchange):
         return self.method.own_loss
 
     def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
-        """Return loss and samples of the global batch on rank 0, and zeros on other ranks.
+        """Return loss and number of samples of the global batch on rank 0, zeros on other ranks.
 
-        Sums over the ranks are then exact.
+        The sums over the ranks are therefore exact.
         """
         del num_samples
         return (loss, batch.num_global) if self.comm.rank == 0 else (0.0, 0)
@@ -84,7 +86,7 @@ class ReproducibleExchange(StepExchange):
             yield inputs, labels, None
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
-        """Return the sums of the columns over the rows of all ranks, rounded once. Collective."""
+        """Return the sum of each column over the rows of all ranks, rounded once. Collective."""
         gathered = [row for each in self.comm.allgather_object(list(rows)) for row in each]
         return column_sums(gathered, num_columns)
 
@@ -97,12 +99,12 @@ class ReproducibleExchange(StepExchange):
         super().restore(shared, own)
         if shared.get("steps"):
             self.method.load_state_dict(shared["steps"])
-        else:  # the checkpoint is of a run without reproducible steps
+        else:  # a run without reproducible steps wrote the checkpoint
             self.method.next_step = shared["step"]
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each ``RunPart``."""
+        """Entries for the record that each start or resume of a run writes."""
         return {"reproducible": self.method.facts}
 
     def describe(self) -> list[tuple[str, str]]:

@@ -52,7 +52,7 @@ def continues_run(config: RunConfig, directory: RunDirectory, *, asked: bool) ->
         asked: whether the command has ``--resume``.
 
     Raises:
-        ConfigError: the run is of a newer hpctrain; or ``asked``, but there is no run.
+        ConfigError: a newer hpctrain wrote the run; or ``asked`` is True, but there is no run.
     """
     directory.check_format()
     if asked and not directory.has_begun():
@@ -91,21 +91,21 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
         other.remove(lines["train.epochs"])  # a finished run may be extended
     if other and not changed:
         raise ConfigError(
-            f"a resumed run must keep the keys that affect its results, but compared with "
-            f"{directory.config} {'; '.join(other)}; set them back, choose another output_dir, or "
-            f"add --changed"
+            f"a resumed run must keep the keys that affect its results, but these differ from "
+            f"{directory.config}: {'; '.join(other)}; set them back, choose another output_dir, "
+            f"or add --changed"
         )
     if kept := [lines[name] for name in _KEPT if name in lines]:
         raise ConfigError(
-            f"a resumed run must keep its seed, data.order and optimizer.name, but compared "
-            f"with {directory.config} {'; '.join(kept)}; set them back, or start a run in another "
-            f"output_dir"
+            f"a resumed run must keep its seed, data.order and optimizer.name, but these differ "
+            f"from {directory.config}: {'; '.join(kept)}; set them back, or start a run in "
+            f"another output_dir"
         )
     return list(lines.values())
 
 
 def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
-    """Return the names of optimizer arguments in the stored or in the new configuration.
+    """Return the names of optimizer arguments that the stored or the new configuration sets.
 
     ``lr`` is excluded because each step sets the learning rate.
     """
@@ -143,9 +143,9 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
 
 
 def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
-    """Return the path of the stored plan, which keeps sums bitwise identical.
+    """Return the path of the stored plan; with the same plan, sums stay bitwise identical.
 
-    Return None if the plan does not fit the nodes, ``[comm]`` or ``engine`` of this job.
+    Return None if the plan does not fit the nodes, the table ``[comm]`` or the engine of this job.
     """
     try:
         stored = StoredPlan.read(directory.plan)
@@ -161,7 +161,7 @@ def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Pat
 
 
 def _same_nodes(stored: tuple[int, ...], ranks_per_node: int) -> bool:
-    """Return True if the launcher reports nodes with the ``stored`` numbers of ranks."""
+    """Return True if the nodes of this job have the numbers of ranks in ``stored``."""
     launched, hosts = env.launched(), env.ranks_of_nodes()
     if hosts is not None:
         most = ranks_per_node or max(hosts)

@@ -90,7 +90,7 @@ class _Run:
         self._in_directory: RunInDirectory | None = None
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
-        """Join the world and train; if ranks are lost, resume with the others. Collective."""
+        """Connect the ranks and train; if ranks are lost, resume with the others. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
         continues = not how.dry_run and continues_run(config, directory, asked=how.resume)
         if not how.dry_run:
@@ -109,17 +109,18 @@ class _Run:
             if code is not None:
                 return code
             if error is not None:
-                traceback.clear_frames(error.__traceback__)  # release the objects of the old world
+                # Release the objects that belong to the communicators before the loss.
+                traceback.clear_frames(error.__traceback__)
 
     def _train_or_resume(self) -> int:
-        """Train in the current world; resume if ranks were lost before. Collective."""
+        """Train on the current ranks; resume the run if ranks were lost before. Collective."""
         if not world.current().is_first:
             begun = on_root(world.current().comm, self._directory.has_begun)
             self._how = replace(self._how, resume=self._how.resume or begun)
         return self._train_with_lease()
 
     def _train_with_lease(self) -> int:
-        """Train in the current world, after acquiring the run directory. Collective."""
+        """Acquire the lease of the run directory, then train on the current ranks. Collective."""
         self._comm = world.current().comm
         self._console = make_console(shown=self._comm.rank == 0)
         if self._how.dry_run:
@@ -152,7 +153,7 @@ class _Run:
             comm, lambda: not how.dry_run and continues_run(config, directory, asked=how.resume)
         )
         config = settled(config, directory if continues else None, comm)
-        # If ranks are lost before the first checkpoint, the smaller world keeps the micro-shards.
+        # Keep the number of micro-shards if ranks are lost before the first checkpoint.
         self._loaded = replace(self._loaded, config=config)
         text = render(config)
         comm.agree(
@@ -164,7 +165,7 @@ class _Run:
         def changes() -> list[str]:
             if continues:
                 return check_same(directory, config, changed=how.changed)
-            # A requeued job waits for the previous job, which may have no checkpoint yet.
+            # No check for a job that may resume: it waits until the previous job has ended.
             if not (how.dry_run or how.resume or config.checkpoint.resume == "auto"):
                 directory.check_unused()
             return []
@@ -172,7 +173,10 @@ class _Run:
         return config, continues, on_root(comm, changes)
 
     def _train(self, lease: Lease | None = None) -> int:
-        """Train, or describe the run with ``dry_run``; rank 0 has the ``lease``. Collective."""
+        """Train, or with ``dry_run`` only rehearse; return the exit code. Collective.
+
+        ``lease`` is None on all ranks but rank 0, and with ``dry_run``.
+        """
         directory, console = self._directory, self._console
         # Repeated: while this job waited, the previous job may have started or finished the run.
         config, continues, changes = self._plan_part()
@@ -198,7 +202,7 @@ class _Run:
         on_root(self._comm, lambda: check_loggers(config.log.to))
         shelf = CheckpointDirectory(directory.checkpoints)
         has_weights = on_root(self._comm, lambda: continues and bool(shelf.steps()))
-        # The import may draw random numbers, but only once; build() seeds after this import.
+        # Importing the module may draw random numbers, so import it before build() seeds.
         with agreed(self._comm):
             resolve(config.model.target, "model.target")
         task = build(located(config, self._start), self._comm, is_new=not has_weights)
@@ -249,8 +253,8 @@ class _Run:
             return STOPPED
         if outcome.step < task.num_steps:
             self._console.print(
-                f"ended after step {outcome.step} of {task.num_steps}: no better test in the last "
-                f"{task.config.test.patience} (test.patience)"
+                f"ended after step {outcome.step} of {task.num_steps}: no improvement within "
+                f"test.patience = {task.config.test.patience}"
             )
         self._console.print(
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
@@ -275,7 +279,7 @@ class _Run:
             yield f"compression {name}: {savings}"
 
     def _test_lines(self, task: Task, outcome: Outcome) -> Iterator[str]:
-        """Yield lines about the best test, if different, and about the last test."""
+        """Yield lines about the last test and, if another test was better, about the best test."""
         best, is_other = outcome.best, False
         if task.config.keep_best and best and best["step"] != outcome.step:
             # The configured path may be relative, as the user wrote it.
@@ -386,7 +390,7 @@ def held(
     Args:
         directory: directory of the run.
         comm: all ranks.
-        console: displays the job that this job waits for.
+        console: displays a description of the job that holds the lease, while this job waits.
         force: take the lease from a running job too.
 
     Yields:
@@ -428,6 +432,6 @@ def _lost_steps(directory: RunDirectory, holder: Holder) -> str:
     start = f"the checkpoint of step {newest}" if newest is not None else "the start"
     return (
         f"--force takes {directory.path} from {holder.describe()}, which stops if it still runs; "
-        f"the run continues from {start}, and later steps are lost: its last record is of step "
+        f"the run continues from {start}, and later steps are lost; the last record is of step "
         f"{last}"
     )

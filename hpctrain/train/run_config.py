@@ -1,6 +1,7 @@
-"""Configuration of a run: the tables of the TOML file that belong to no other package.
+"""Configuration of a run: the tables of the TOML file that no other package defines.
 
-Each field is a key. Its type hint defines the check, and the string below is its description.
+Each field is a key of the file. The type hint of the field defines how values are checked, and the
+string below the field describes the key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,8 +47,8 @@ _ON_HOST = (
 _UNCOMPRESSED = "none", "gradients are sent uncompressed"
 _UNAVERAGED = 0, "servers apply gradients before they are averaged"
 
-# If a key has a certain value: the values that other keys must have, and the reason
-# (`require_values`).
+# Each table below holds the values that other keys must have if one key has a certain value, and
+# the reason; `require_values` checks them.
 _REPRODUCIBLE: _Rules = {
     "data.on_corrupt": ("raise", "skipped samples would move samples between micro-shards"),
     "train.accumulate": (1, "micro-shards accumulate gradients too; set train.micro_shards"),
@@ -138,20 +139,21 @@ class TrainingConfig(CheckedFields):
     epochs: Number = 10
     """Passes over the training data."""
     global_batch: Number = 64
-    """Samples of one step, over all ranks, whatever the number of ranks."""
+    """Number of samples per step, over all ranks; does not depend on the number of ranks."""
     device: str = "auto"
-    """Device of each rank: cpu, an accelerator by its name in torch, such as cuda, or auto: an
-    accelerator if every rank has one, and cpu otherwise or with reproducible or shard = node."""
+    """Device of each rank: cpu, or an accelerator by its name in torch, such as cuda. auto is the
+    accelerator if every rank has one, else cpu; with reproducible or shard = node, auto is cpu."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of forward: that of the model (fp32), or autocast to 16 bits; weights keep their
-    dtype. fp16 scales the loss; all ranks skip a step whose gradients overflow."""
+    """Precision of forward: the dtype of the model (fp32), or autocast to a 16-bit dtype (bf16,
+    fp16); weights keep their dtype. With fp16 the loss is scaled, and all ranks skip a step if
+    gradients overflow."""
     accumulate: Number = 1
     """Number of micro-batches into which each rank divides its part of a batch, to save memory;
     gradients are accumulated. Results change only with layers that use batch statistics, such as
     BatchNorm."""
     activation_checkpointing: Texts = field(default_factory=list)
-    """Patterns of names of modules, such as "blocks.*", that compute forward again in backward, to
-    save memory."""
+    """Modules whose activations are not stored, but computed again in backward, to save memory:
+    names, or patterns of names such as "blocks.*"."""
     compile: bool = False
     """Whether to compile the model with torch.compile."""
     compile_args: Mapping[str, Any] = field(default_factory=dict)
@@ -167,8 +169,8 @@ class TrainingConfig(CheckedFields):
     on_non_finite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     """Action of all ranks if a loss is NaN or infinite: end the run (stop), skip the step (skip),
     return to the last snapshot (rollback), or none, without a check (ignore). Gradients of a
-    finite loss are checked with skip, rollback, clip_norm or clip_value. The loss of a test that
-    is not finite ends the run (stop), or is a warning (otherwise)."""
+    finite loss are checked with skip, rollback, clip_norm or clip_value. If the loss of a test is
+    not finite, the run ends (stop), or a warning is logged (otherwise)."""
     on_spike: Literal["none", "skip", "rollback", "lower_rate"] = "none"
     """Action of all ranks if a loss is far above the previous losses: none, skip the step (skip),
     return to the last snapshot (rollback), or take this step and the next ones at a lower learning
@@ -178,8 +180,8 @@ class TrainingConfig(CheckedFields):
     The standard deviation is estimated by the median absolute deviation, and is at least 1 % of
     the median."""
     spike_window: Number = 64
-    """Number of previous losses that are compared; no spike is reported before half as many
-    losses are known."""
+    """Number of previous losses that are compared. No spike is reported until half of this number
+    is known."""
     snapshot_every: Number = 100
     """With rollback: steps between two snapshots of weights, optimizer state and random number
     generators, which each rank keeps in memory; a rollback skips the batches since the
@@ -187,22 +189,23 @@ class TrainingConfig(CheckedFields):
     lowered_rate: Annotated[float, Bounds(above=0, below=1)] = 0.1
     """With lower_rate: factor of the learning rate in the step of a spike."""
     lowered_steps: Number = 100
-    """With lower_rate: number of steps in which the learning rate rises to that of the
+    """With lower_rate: number of steps until the learning rate is again the rate of the
     schedule."""
     max_skips: Count = 100
     """Largest number of steps of a run that may be skipped or rolled back before all ranks stop; 0
     for no limit."""
     shard: Literal["none", "node", "auto"] = "none"
-    """Every rank keeps all parameters and the state of the optimizer (none), or the ranks of a
-    node share one copy, and each rank steps one part (node), which takes less time and memory.
-    Results are bitwise identical, except with clip_norm. auto is node if optimizer and run allow
-    it and a node has two ranks or more."""
+    """none: every rank stores all parameters and the state of the optimizer. node: the ranks of a
+    node share one copy, and each rank updates a part of the copy, which takes less time and
+    memory; results are bitwise identical, except with clip_norm. auto: node if the optimizer and
+    the run allow it and a node has two ranks or more, else none."""
     master_dtype: Literal["none", "fp32"] = "none"
-    """With shard = node: dtype of an additional copy of 16-bit parameters that the optimizer steps
-    (fp32)."""
+    """With shard = node: dtype of an additional copy of 16-bit parameters, which the optimizer
+    updates (fp32); none for no copy."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """When to check that all ranks have the same weights: before each test (test), before each
-    test and every N steps (N), or never; with a local sync.method only after an averaging."""
+    test and every N steps (N), or never. With a local sync.method, weights are checked only if the
+    ranks have just averaged them."""
     on_divergence: Literal["stop", "heal"] = "stop"
     """Action if the weights or the optimizer state of some ranks differ: end the run (stop), or
     copy the values of the majority of ranks to the other ranks and continue (heal)."""
@@ -210,9 +213,9 @@ class TrainingConfig(CheckedFields):
     """Bitwise identical results on any number of ranks, on processors of one type; slower, because
     each rank computes its micro-shards one after the other, on one thread."""
     micro_shards: Count = 0
-    """With reproducible: number of equal parts of the global batch, a power of two, and the
-    largest number of ranks; BatchNorm uses the statistics of one part. 0 takes the smallest number
-    that is sufficient for the ranks of the first start. Results with another number differ."""
+    """With reproducible: number of equal parts of the global batch, a power of two. It is also the
+    largest possible number of ranks. BatchNorm uses the statistics of one part. Results with
+    another number differ. 0 chooses the smallest number for the ranks of the first start."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if keys contradict each other."""
@@ -234,7 +237,7 @@ class TrainingConfig(CheckedFields):
     def micro_shards_on(self, num_ranks: int) -> int | None:
         """Return the number of micro-shards of a run that starts on ``num_ranks`` ranks.
 
-        Returns None without ``train.reproducible``.
+        Without ``train.reproducible``, return None.
 
         Raises:
             ConfigError: the global batch has fewer samples than micro-shards.
@@ -301,8 +304,8 @@ class CommConfig(CheckedFields):
     """When gradients are sent: by a thread, inline in the hooks, at the end of backward, or as the
     plan chooses (auto)."""
     bucket_size: Size = "25 MiB"
-    """Largest message of gradients. Larger messages hide latency, smaller ones are sent
-    earlier."""
+    """Size of the largest message of gradients. Larger messages hide latency; smaller messages are
+    sent earlier."""
     ranks_per_node: Count = 0
     """Number of ranks of a simulated node, to divide one host into several nodes; 0 for the real
     nodes."""
@@ -330,9 +333,9 @@ class LogConfig(CheckedFields):
     hash_every: Count = 0
     """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
     noise_scale: bool = False
-    """Record the gradient noise scale, the batch size above which more ranks hardly reduce the
-    time to a loss. It is estimated from gradients of ranks, or of micro-batches (train.accumulate)
-    on one rank."""
+    """Whether to record the gradient noise scale: the batch size above which more ranks hardly
+    reduce the time to reach a loss. The scale is estimated from the gradients of several ranks, or
+    of several micro-batches (train.accumulate) on one rank."""
     profile: Annotated[list[int], Bounds(each=int)] = field(default_factory=list)
     """First and last step, counted from 1, of a Chrome trace in profile/ of the run directory,
     such as [20, 25]; when empty, no trace is written."""
@@ -358,7 +361,7 @@ class StopConfig(CheckedFields):
     after: Time = ""
     """Time budget, such as "11h50min", from each start of the run."""
     margin: Time = "2min"
-    """Time before the end of a Slurm job at which to stop, if Slurm reports the end; at most a
+    """How long before the end of a Slurm job the run stops, if Slurm reports the end; at most a
     tenth of the time of the job."""
 
 
@@ -423,7 +426,7 @@ class RunConfig(CheckedFields):
 
 
 def located(config: RunConfig, start: Path) -> RunConfig:
-    """Return the configuration with absolute paths; relative paths begin at ``start``."""
+    """Return the configuration with absolute paths; relative paths are resolved from ``start``."""
 
     def at(text: str) -> str:
         return text if text in {"", "auto", "cpu"} else str(absolute(text, base=str(start)))

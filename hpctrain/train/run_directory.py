@@ -1,4 +1,4 @@
-"""Directory of the files of a run."""
+"""Run directory: names of its files, checks before its use, and creation of the files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"  # configuration of the last part
+        self.config = path / "config.toml"  # configuration of the last start or resume
         self.environment = path / "env.json"  # versions, machine, command line
         self.plan = path / "plan.json"  # topology and communication plan
         self.metrics = path / "metrics.jsonl"  # one JSON record per line
@@ -43,7 +43,7 @@ class RunDirectory:
         self.plot = self.plots / "training.png"
         self.profile = path / "profile"  # contains traces of steps
         self.stop = path / "STOP"
-        """File that requests the run to save its state and stop, created by the user."""
+        """File that a user creates to request that the run saves its state and stops."""
 
     def has_begun(self) -> bool:
         """Return True if a run was started in this directory."""
@@ -65,8 +65,8 @@ class RunDirectory:
     def is_used(self) -> bool:
         """Return True if the directory has a checkpoint or a test record.
 
-        Another run must not replace these. Step records alone may be replaced, because a run
-        without a checkpoint starts again from step 0.
+        A new run must not replace a checkpoint or a test record. It may replace a directory with
+        only step records, because a run without a checkpoint starts again from step 0.
         """
         if next(self.checkpoints.glob("step-*"), None):
             return True
@@ -107,7 +107,7 @@ class RunDirectory:
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Create the folders and files of a new run. Local.
 
-        Replaces a run without checkpoints and tests.
+        Replaces the files of an earlier run that has neither a checkpoint nor a test record.
 
         Args:
             config: configuration in TOML.
@@ -129,13 +129,13 @@ class RunDirectory:
             _publish({self.config: config})  # last, because has_begun() checks this file
 
     def resume(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
-        """Prepare the directory for the next part of a run. Local.
+        """Prepare the directory of a run that continues from a checkpoint. Local.
 
         Args:
             config: configuration in TOML.
             plan: content of ``plan.json``.
-            num_records: number of records to keep; the part writes the later records again.
-            step: step after which the part continues.
+            num_records: number of records to keep; the run writes the later records again.
+            step: step after which the run continues.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -166,7 +166,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def environment(mpi: str | None = None) -> dict[str, Any]:
-    """Return versions, code state, machine, job and command of this process.
+    """Return versions, state of the code, machine, job and command of this process.
 
     Args:
         mpi: version of the MPI library, if used.

@@ -13,14 +13,14 @@ from hpctrain.report.figure import PARTS, Figure, Kind, Series
 from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, labelled
 
 FORMATS = (".png", ".svg", ".pdf")
-MAX_POINTS = 2000  # points of a curve; more than a screen can resolve
-MAX_RANKS = 32  # bars of a figure
-MAX_MARKS = 20
+MAX_POINTS = 2000  # maximum number of points of a curve; a screen cannot resolve more
+MAX_RANKS = 32  # maximum number of bars in a figure
+MAX_MARKS = 20  # maximum number of marks of one kind for each run
 
 _AVERAGED = 25
-"""By default, a curve is averaged over 1/25 of its records."""
+"""By default, each point of a curve is an average over 1/25 of the records of the curve."""
 _CUT = " Higher peaks are cut off."
-_FEW = 20
+_FEW = 20  # a curve with fewer records marks each point
 _HIGH = 2.0  # peaks above this multiple of the 95th percentile are cut off
 
 _Style = tuple[str, int, Kind]  # name, colour and kind of a curve of a single run
@@ -36,8 +36,8 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
 
     Args:
         runs: one or more runs.
-        smooth: number of records that curves are averaged over; 1 for no averaging, 0 chooses by
-            the number of records.
+        smooth: number of records over which curves are averaged; 1 for no averaging; 0 chooses
+            this number from the number of records.
     """
     noise = "Batch size in samples at which noise and signal of the gradient are equal."
     away = "Root mean square distance of the replicas from their mean."
@@ -60,7 +60,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
 
 
 def _steps_with(name: str) -> Rows:
-    """Return a function that returns the step records with the entry ``name``."""
+    """Return a function that selects the step records of a run with the entry ``name``."""
     return lambda run: [each for each in run.of("step") if name in each]
 
 
@@ -124,7 +124,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
 
 
 def _splits(runs: Sequence[RunHistory]) -> str:
-    """Return the names of the samples of tests during training."""
+    """Return the name of the samples used by tests during training: ``test`` or ``validation``."""
     return " or ".join(dict.fromkeys(run.tested for run in runs))
 
 
@@ -159,7 +159,7 @@ def _by_step(
     *,
     smooth: int = 1,
 ) -> Figure:
-    """Return the figure of an entry of step records."""
+    """Return a figure of the entry ``name`` in step records."""
     series = [*_curves(runs, rows, name, ("", 2, "solid"), smooth), *_marks(runs)]
     top = _top([y for each in series for y in each.y if y is not None])
     return Figure(
@@ -176,7 +176,7 @@ def _by_step(
 def _curves(
     runs: Sequence[RunHistory], rows: Rows, name: str, style: _Style, smooth: int = 1
 ) -> list[Series]:
-    """Return the curves of an entry by step; several runs differ in colour and width."""
+    """Return curves of the entry ``name`` over steps; runs differ in colour and line width."""
     label, colour, kind = style
     found = []
     for number, run in enumerate(runs):
@@ -213,13 +213,13 @@ def _thin(values: Sequence[Any]) -> list[Any]:
 
 
 def _top(values: Sequence[float]) -> float | None:
-    """Return the upper limit of an axis that cuts off peaks; None without such peaks."""
+    """Return an upper limit of the axis that cuts off high peaks; None without high peaks."""
     high = _HIGH * sorted(values)[int(0.95 * len(values))] if values else 0.0
     return high if 0 < high < max(values) else None
 
 
 def _marks(runs: Sequence[RunHistory]) -> list[Series]:
-    """Return marks at the steps of resumes and of losses that are not finite."""
+    """Return marks at the steps where a run was resumed, or where a loss is not finite."""
     found = []
     for number, run in enumerate(runs):
         name, colour = ("", _GREY) if len(runs) == 1 else (f"{run.label} ", number)
@@ -233,14 +233,14 @@ def _marks(runs: Sequence[RunHistory]) -> list[Series]:
 
 
 def _times(runs: Sequence[RunHistory]) -> Figure:
-    """Return the figure of step times: by step for one run, as means for several runs."""
+    """Return a figure of step times: over the steps of one run, or as one mean per run."""
     is_one = len(runs) == 1
     steps = {run.label: run.of("step") for run in runs if run.of("step")}
     series: list[Series] = []
     top = None
     if is_one and steps:
         [found] = steps.values()
-        # The first record describes all steps before it.
+        # The means in the first record also hold for the steps from 0 to this record.
         rows = _thin([{**found[0], "step": 0}, *found])
         series = [*_parts("area", [row["step"] for row in rows], rows), *_marks(runs)]
         top = _top([1e3 * sum(row[name] for name in TIMES) for row in rows])
@@ -260,7 +260,7 @@ def _times(runs: Sequence[RunHistory]) -> Figure:
 
 
 def _ranks(runs: Sequence[RunHistory]) -> Iterator[Figure]:
-    """Yield a figure per run with the times of its slowest ranks."""
+    """Yield one figure per run, with the step times of the slowest ranks of the run."""
     for number, run in enumerate(runs):
         ranks = sorted(run.view.ranks, key=lambda rank: -rank.work_s)[:MAX_RANKS]
         rows = [{name: getattr(rank, name) for name in _TIMES} for rank in ranks]

@@ -36,7 +36,7 @@ _SAVINGS = {
 }
 
 _OF_A_START = ("started", "command", "working_directory", "host")
-"""Keys that differ between any two runs and do not affect results."""
+"""Environment entries that differ between any two runs and do not affect results."""
 
 
 def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Path:
@@ -150,7 +150,7 @@ def _begins(run: RunHistory) -> list[list[Cell]]:
 
 
 def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return, by name, the values in all tables; None if a table does not have the name."""
+    """Return, for each name, its values in all tables; None for a table without the name."""
     names = dict.fromkeys(name for each in tables for name in each)
     return {name: [each.get(name) for each in tables] for name in names}
 
@@ -161,7 +161,7 @@ def _different(values: Mapping[str, list[Any]]) -> list[str]:
 
 
 def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
-    """Return the keys that differ between runs; with one run, all keys that are not defaults."""
+    """Return the keys whose values differ between runs or, for one run, from the defaults."""
     defaults = {name: [key.default] for name, key in keys_of(RunConfig).items()}
     return [n for n in _different(configuration) if configuration[n] != defaults.get(n)]
 

@@ -30,12 +30,12 @@ class RunState:
     owes_test: bool = False  # whether a stop request interrupted the test of the last epoch
     best: BestTest = field(default_factory=BestTest)  # best of all tests
     num_records: int = 0  # lines of ``metrics.jsonl`` when the state was saved
-    num_skipped: int = 0  # skipped steps up to the last record
-    checked_step: int = 0  # step of the last comparison of replicas in this part
-    tally: StepMeter = field(default_factory=StepMeter)
+    num_skipped: int = 0  # number of skipped steps, counted at each record
+    checked_step: int = 0  # step of the last comparison of replicas since the start or resume
+    tally: StepMeter = field(default_factory=StepMeter)  # sums since the last record
     guard: GuardMemory = field(init=False)  # loss statistics and skipped steps
     epoch_tally: StepMeter = field(default_factory=StepMeter)
-    """Sums over the current epoch, if the method of ``[sync]`` needs its loss."""
+    """Sums over the current epoch; empty unless the method of ``[sync]`` uses the epoch's loss."""
 
     def __post_init__(self) -> None:
         self.guard = GuardMemory(self.task.config.train)
@@ -52,7 +52,7 @@ class RunState:
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """Objects with a state that is identical on all ranks, by their keys in a checkpoint."""
+        """Objects whose state is identical on all ranks, by their keys in a checkpoint."""
         precision, ema = self.task.precision, self.task.ema
         parts = {"precision": precision, "best": self.best, EMA: ema, "guard": self.guard}
         return {name: part for name, part in parts.items() if part is not None}
@@ -60,8 +60,8 @@ class RunState:
     def shared(self) -> dict[str, Any]:
         """Return the state that is identical on all ranks. Collective.
 
-        Buffers such as running means differ between ranks; the state has the buffers of rank 0, or
-        the mean over the ranks if replicas differ.
+        Buffers such as running means differ between ranks; the state contains the buffers of
+        rank 0. If replicas differ, the state contains the mean of the replicas.
         """
         exchange, comm = self.task.exchange, self.task.comm
         state = exchange.shared_state()
@@ -84,7 +84,7 @@ class RunState:
         }
 
     def own(self) -> dict[str, Any]:
-        """Return the state of this rank alone. Collective."""
+        """Return the state that only this rank has, such as random generators. Collective."""
         return {
             **self.task.exchange.own_state(),
             "random": random_states(self.task.device),
@@ -98,9 +98,9 @@ class RunState:
 
         Args:
             shared: result of ``shared()``.
-            own: result of ``own()`` on this rank; None if the number of ranks has changed. Then
-                generators are seeded again, and each rank gets the buffers of rank 0 and the mean
-                of the replicas.
+            own: result of ``own()`` on this rank; None if the number of ranks has changed. If
+                None, random generators are seeded again, and each rank gets the buffers and
+                parameters of ``shared``.
 
         Raises:
             CheckpointError: the model, the optimizer or the local method does not match the state.
@@ -115,11 +115,11 @@ class RunState:
         self.num_skipped = shared.get("num_skipped", 0)
         self.owes_test = shared.get("owes_test", False)
         for name, part in self._parts.items():
-            if shared.get(name):  # older checkpoints do not have all parts
+            if shared.get(name):  # older checkpoints lack some of these keys
                 part.load_state_dict(shared[name])
         self._restore_tallies(shared, own)
         if own is None:
-            # The seed must differ from the seed of step 0 and between ranks.
+            # The seed must differ between ranks, and from the seed at step 0.
             seed_all((task.config.seed + task.train.rank + (self.step << 20)) % 2**63)
             return
         with torch.no_grad():
@@ -128,7 +128,7 @@ class RunState:
         set_random_states(own["random"], task.device)
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Restore the sums since the last record and since the epoch began, if saved."""
+        """Restore the sums since the last record and the sums of the current epoch, if saved."""
         for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
             if own is not None and name in own:
                 tally.load_state_dict(own[name])
@@ -150,7 +150,7 @@ def require_finite_weights(task: Task) -> None:
     found: Sequence[str | None] = task.comm.allgather_object(names or None)
     if any(found):
         raise NotFiniteError(
-            f"saved parameters must be finite, but {by_rank(found)} are not: nothing was "
+            f"saved parameters must be finite, but {by_rank(found)} are not; nothing was "
             f"written\nuse a smaller optimizer.lr, or train.clip_norm (both with --changed)"
         )
 
@@ -162,7 +162,10 @@ def unfinite_weights(task: Task) -> list[str]:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators of torch, NumPy and Python, as tensors and numbers."""
+    """Return the states of the random generators of torch, NumPy and Python.
+
+    All states are tensors and numbers, for a checkpoint.
+    """
     is_cpu = device.type == "cpu"
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     version, numbers, next_gauss = random.getstate()
@@ -185,9 +188,9 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the generators from ``random_states()``."""
+    """Restore all random generators from a result of ``random_states()``."""
     torch.set_rng_state(states["torch"].clone())
-    # A checkpoint of a CPU run has no device state; the device then keeps its seed.
+    # A checkpoint of a CPU run has no state of a device; the device then keeps its seed.
     if device.type != "cpu" and states.get("device") is not None:
         torch.get_device_module(device).set_rng_state(states["device"].clone(), device)
     of_numpy, of_python = states["numpy"], states["python"]

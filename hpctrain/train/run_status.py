@@ -23,7 +23,7 @@ CODES = {
 }
 """Exit code of each state; 2 is the code of a wrong command line."""
 
-KILLED = 128  # exit codes above this value are signals
+KILLED = 128  # exit codes above this value mean that a signal ended the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Status:
     """State of a run."""
 
     state: Literal["finished", "failed", "running", "killed", "missing", "stopped"]
-    """``killed``: the last part wrote no last record; ``running``: a live job holds the lease."""
+    """``killed``: the last job wrote no final record; ``running``: a live job holds the lease."""
     what: str  # one human-readable line
     where: str = ""  # position of a run without a last record, such as " after step 5"
 
@@ -41,7 +41,7 @@ class Status:
         return CODES[self.state]
 
     def with_holder(self, path: Path, holder: Holder | None) -> "Status":
-        """Return the status, updated with the job that holds the lease of the directory."""
+        """Return this status, updated with the job that holds the lease of the run directory."""
         if holder is None:
             return self
         text = f"{holder.describe()} holds it"
@@ -55,8 +55,8 @@ class Status:
 def status(path: Path) -> Status:
     """Return the status of the run in a directory.
 
-    The status uses the last record and the lease. The exit code of a launcher is unreliable: it
-    may be 0 after a node was lost, or 1 although all ranks have saved.
+    The status is derived from the last record and the lease, because the exit code of a launcher
+    is unreliable: it may be 0 after a node was lost, or 1 although all ranks have saved.
 
     Args:
         path: run directory.
@@ -85,14 +85,14 @@ def _by_exit_code(path: Path) -> Status:
         return Status("killed", f"{path} ended without a last record")
     if code == 0:
         return Status("finished", f"{path} is finished: its program ended with code 0")
-    # A signal may also mean that the run was stopped: srun kills ranks that exit after the first.
+    # A signal may also mean that the run was stopped: srun kills the other ranks if one exits.
     if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
         return Status("stopped", f"{path} was stopped, and continues with its next job")
     return Status("failed", f"{path} failed: its program ended with code {code}")
 
 
 def not_started(path: Path) -> str:
-    """Return a message with a remedy about a directory without records of a run."""
+    """Return an error message, with a remedy, for a directory without records of a run."""
     logs = RunDirectory(path).logs
     text = "contains no run that has started to train" if path.is_dir() else "does not exist"
     if logs.is_dir() or (path / JOBS).exists():

@@ -1,4 +1,4 @@
-"""Metrics of a test, as sums over batches that are exact on any number of ranks."""
+"""Metrics of a test, computed from sums over batches; sums are exact on any number of ranks."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from hpctrain.core.target import check_arguments, resolve
 from hpctrain.core.user_error import described
 
 LOSS = "loss"
-_SCORE_BINS = 1 << 16  # bins of the score histogram; scores in one bin are equal
+_SCORE_BINS = 1 << 16  # bins of the score histogram; scores in the same bin count as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +23,10 @@ class Metric:
 
     name: str
     values: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Maps (output, label) to one value per sample; None for the loss."""
+    """Maps (output, label) to one value per sample; None for the loss and metrics of counts."""
     counts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Maps (output, label) to counts in float64, ``(k, classes)``, to be summed over batches."""
-    score: Callable[[Tensor], float] | None = None  # computed from the summed counts
+    """Maps (output, label) to float64 counts of one batch, ``(k, classes)`` or ``(2, bins)``."""
+    score: Callable[[Tensor], float] | None = None  # maps the summed counts to the metric
 
     def sum_of(self, output: Tensor, label: Tensor) -> float:
         """Return the sum of the values over the samples of a batch.
@@ -47,7 +47,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Results of a test over all its samples."""
+    """Results of a test over all test samples."""
 
     loss: float
     metric: float  # value of the first metric, which may be the loss
@@ -97,7 +97,10 @@ def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _hits(output: Tensor, label: Tensor) -> Tensor:
-    """Return counts by class: correct predictions, predictions, labels; ``(3, classes)``."""
+    """Return the numbers of correct predictions, predictions and labels per class.
+
+    The shape is ``(3, classes)``.
+    """
     num_classes = output.shape[1]
     answer, label = output.argmax(dim=1).flatten().cpu(), label.flatten().long().cpu()
     rows = (answer[answer == label], answer, label)
@@ -112,7 +115,7 @@ def _macro_f1(counts: Tensor) -> float:
 
 
 def _by_score(output: Tensor, label: Tensor) -> Tensor:
-    """Return histograms of the scores of samples with label 0 and 1, ``(2, bins)``."""
+    """Return two score histograms, ``(2, bins)``: of the samples with label 0, and label 1."""
     if output.numel() != label.numel() or not bool(((label == 0) | (label == 1)).all()):
         raise DataError(
             f"test.metric = auc must have one logit for each label, which is 0 or 1, got "
@@ -126,8 +129,8 @@ def _by_score(output: Tensor, label: Tensor) -> Tensor:
 
 
 def _area(counts: Tensor) -> float:
-    """Return the area under the ROC curve; equal scores count one half."""
+    """Return the area under the ROC curve, from the histograms of ``_by_score``."""
     zeros, ones = counts
-    below = zeros.cumsum(0) - zeros / 2  # equal scores count one half
+    below = zeros.cumsum(0) - zeros / 2  # a pair of equal scores counts one half
     pairs = zeros.sum() * ones.sum()
     return float((below * ones).sum() / pairs) if pairs else math.nan

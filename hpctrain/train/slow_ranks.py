@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 RECENT, PERSISTENT = 10, 5  # a rank is persistently slow if slow in 5 of the last 10 records
-SLOW, LEAST_S = 1.2, 0.005  # a rank is slow above 1.2 times and 5 ms more than the median
+SLOW, LEAST_S = 1.2, 0.005  # a rank is slow from 1.2 times the median, and 5 ms above the median
 
 
 class SlowRanks:

@@ -1,4 +1,4 @@
-"""In-memory snapshots of the state that steps change, and rollback to a snapshot."""
+"""Snapshots of the training state in memory, and rollback to the last snapshot."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from hpctrain.train.task import Task
 class Snapshot:
     """Copy of this rank's weights, buffers, optimizer state and random generators.
 
-    The constructor is collective if the ranks divide the model. The step number is not restored,
-    because it counts batches: after a rollback the batches since the snapshot are skipped, and
-    the schedule, tests and checkpoints keep their steps.
+    The constructor is collective if the ranks divide the model. A rollback does not restore the
+    number of finished steps, because this number determines the next batch: the batches since the
+    snapshot are skipped, and the schedule, tests and checkpoints keep their steps.
 
     Args:
         task: task of the run.
         memory: loss statistics to copy.
-        step: number of the next step.
+        step: index of the next step, from 1.
     """
 
     def __init__(self, task: Task, memory: GuardMemory, step: int) -> None:
@@ -63,7 +63,7 @@ class Rollback:
         self._skipped_to = 0  # last step that earlier rollbacks skipped
 
     def begin(self, step: int) -> None:
-        """Take a snapshot before a step if due. Collective if the ranks divide the model."""
+        """Take a snapshot before ``step`` if one is due. Collective if ranks divide the model."""
         if self._snapshot is None or (step - 1) % self._every == 0:
             self._snapshot = Snapshot(self._task, self._memory, step)
 
@@ -71,7 +71,8 @@ class Rollback:
         """Restore the last snapshot; the caller skips ``step``. Local.
 
         Returns:
-            The step whose state is restored, and the number of newly skipped steps.
+            The step after which the snapshot was taken, and the number of skipped steps that no
+            earlier rollback has counted.
         """
         assert self._snapshot is not None
         since = self._snapshot.step - 1

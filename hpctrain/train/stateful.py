@@ -32,7 +32,7 @@ class Precision:
         self._dtype = _TYPES.get(name)
         self._scaler = GradScaler(self._device, enabled=name == "fp16")
         self._scaler.scale(torch.zeros((), device=self._device))
-        # The scaler initializes its scale here, as the first step may have no samples.
+        # This call initializes the scale now, because the first step may have no samples.
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a context that runs forward passes in ``train.precision``."""
@@ -46,10 +46,10 @@ class Precision:
         return scaled
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Unscale all gradients; return True if an overflow of the scaled loss skips the step.
+        """Unscale all gradients; return True if the step must be skipped because of an overflow.
 
-        Returns False if the scale falls below 1, because then the scale is not the cause of the
-        overflow, and the check of gradients must decide.
+        An overflow halves the scale. If the scale falls below 1, the scale is not the cause of the
+        overflow: return False, so that the check of gradients decides about the step.
         """
         if not self._scaler.is_enabled():
             return False
@@ -68,7 +68,7 @@ class Precision:
 
 
 def widened(output: Any) -> Any:
-    """Return a half-precision tensor as float32, for metrics and NumPy; others unchanged."""
+    """Convert a 16-bit tensor to float32, for metrics and NumPy; return others unchanged."""
     is_half = isinstance(output, Tensor) and output.dtype in _TYPES.values()
     return output.float() if is_half else output
 
@@ -107,13 +107,13 @@ class Ema:
             self._give(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by names of the model's state; empty before the first step."""
+        """Return the averages, named as in the model's state dict; empty before the first step."""
         average = {id(p): a for p, a in zip(self._parameters, self._averages, strict=False)}
         state = self._model.state_dict(keep_vars=True)
         return {name: average[id(p)] for name, p in state.items() if id(p) in average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, which may contain buffers too."""
+        """Continue from a saved state; ignore the buffers that it may contain."""
         names = {id(p): name for name, p in self._model.state_dict(keep_vars=True).items()}
         parameters = self._parameters if state else []  # none before the first step
         self._averages = [state[names[id(p)]].to(p.device, copy=True) for p in parameters]
@@ -125,7 +125,7 @@ class Ema:
 
 
 class BestTest:
-    """Best test of a run so far, and the number of tests after this test."""
+    """Best test of a run so far, and the number of tests since the last improvement."""
 
     def __init__(self) -> None:
         self.score: float | None = None  # larger is better
@@ -149,12 +149,15 @@ class BestTest:
             self.load_state_dict({"score": score, **place})
 
     def is_over(self, patience: int) -> bool:
-        """Return whether the last ``patience`` tests were not better; False for 0."""
+        """Return whether none of the last ``patience`` tests was an improvement.
+
+        Return False if ``patience`` is 0.
+        """
         return 0 < patience <= self.num_since
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Entries of the last record of a run; empty before the first test."""
+        """Step, epoch and metric of the best test, for a record; empty before the first test."""
         if self.score is None:
             return {}
         return {"step": self.step, "epoch": self.epoch, "metric": self.metric}
@@ -173,12 +176,12 @@ class GuardMemory:
 
     def __init__(self, config: TrainingConfig) -> None:
         self.spikes = LossSpikes(config.spike_deviations, config.spike_window)
-        self.num_skipped = 0  # number of skipped steps that are common to all ranks
+        self.num_skipped = 0  # number of steps that all ranks have skipped together
         self.lowered_at: int | None = None  # last step at which the learning rate was lowered
         self._config = config
 
     def rate(self, step: int) -> float:
-        """Return the factor of the learning rate in a step, which rises linearly to 1."""
+        """Return the factor of the learning rate in ``step``; below 1 only after a spike."""
         steps, factor = self._config.lowered_steps, self._config.lowered_rate
         since = steps if self.lowered_at is None else step - self.lowered_at
         return 1.0 if since >= steps else factor + (1.0 - factor) * since / steps

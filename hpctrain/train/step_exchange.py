@@ -7,7 +7,8 @@ each step::
     begin, raise_flags -> backward -> clip, clip_values -> step or skip
 
 The step header is a small message that combines the flags and losses of all ranks before their
-gradients are summed.
+gradients are summed. With a local method, ranks take local steps, each with its own gradients, and
+synchronize at the end of a round of several steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from hpctrain.train.model import misfits
 from hpctrain.train.run_config import RunConfig
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
-"""Returns output and mean loss from inputs and labels; see ``Task.forward``."""
+"""Maps inputs and labels to the output of the model and the mean loss; see ``Task.forward``."""
 
 Figures = dict[str, Any]
 """Entries of a record in ``metrics.jsonl``, by name."""
@@ -101,7 +102,7 @@ class StepExchange:
 
         Args:
             rate: factor of the configured learning rates.
-            must_agree: with local steps, synchronize all ranks after this step.
+            must_agree: whether ranks with local steps must synchronize after this step.
         """
         del must_agree
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
@@ -120,8 +121,8 @@ class StepExchange:
         """Compute and combine the gradients of a global batch. Collective.
 
         Returns:
-            A mean loss and its number of samples; each sample of the batch counts on exactly one
-            rank. With reproducible steps the loss is the mean over the whole batch.
+            A mean loss, and the number of samples in this mean. Each sample of the batch counts on
+            exactly one rank. With reproducible steps the loss is the mean over the whole batch.
         """
         raise NotImplementedError
 
@@ -137,7 +138,7 @@ class StepExchange:
 
     @property
     def gradient_flags(self) -> int:
-        """Flags of all ranks whose gradients this rank averages, valid after ``backward``."""
+        """Flags of the ranks whose gradients this rank averages; valid after ``backward``."""
         return self.raised_flags
 
     def mean_loss(self, loss: float) -> float:
@@ -163,7 +164,7 @@ class StepExchange:
 
     @property
     def leads_step(self) -> bool:
-        """Whether this rank is the lowest of the ranks that take the current step together."""
+        """Whether no lower rank takes the current step together with this rank."""
         return self.comm.rank == 0
 
     def clip(self, max_norm: float) -> float:
@@ -190,7 +191,10 @@ class StepExchange:
         self.optimizer.step()
 
     def skip(self, flags: int) -> None:
-        """Skip this step. With local steps, all ranks receive ``flags`` later. Collective."""
+        """Skip this step on all ranks; with local steps, only on this rank. Collective.
+
+        With local steps, all ranks receive ``flags`` at the next synchronization.
+        """
         del flags
         self.optimizer.zero_grad()
 
@@ -210,7 +214,7 @@ class StepExchange:
         """Exclude the time since the last step from measured step times. Local."""
 
     def end_epoch(self, loss: float) -> None:
-        """Pass the mean training loss of an epoch, identical on all ranks, to the method."""
+        """Receive the mean training loss of an epoch, identical on all ranks; default no-op."""
 
     def finish(self) -> None:
         """Synchronize the models of all ranks. Collective."""
@@ -220,7 +224,7 @@ class StepExchange:
         return nullcontext()
 
     def settled(self) -> AbstractContextManager[object]:
-        """Return a context in which model and optimizer have the state to save. Collective."""
+        """Return a context in which model and optimizer can be saved. Collective."""
         return nullcontext()
 
     def close(self) -> None:
@@ -248,7 +252,10 @@ class StepExchange:
             self.forward_empty(values[0])
 
     def forward_empty(self, inputs: Tensor, times: int = 1) -> None:
-        """Run the collectives of a forward pass on a rank without samples; default no-op."""
+        """Run the collectives of ``times`` forward passes on a rank without samples.
+
+        No-op unless the forward pass of the model communicates.
+        """
 
     def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
         """Return the sum of each column over the rows of all ranks. Collective.
@@ -277,7 +284,9 @@ class StepExchange:
         return self.config.train.on_divergence == "heal"
 
     def check_replicas(self) -> bool:
-        """Compare the replicas; return False if the replicas may differ now. Collective.
+        """Compare the replicas. Collective.
+
+        If replicas may differ now, return False without a comparison; otherwise return True.
 
         Raises:
             ReplicaError: the replicas differ but must not; on all ranks.
@@ -315,7 +324,7 @@ class StepExchange:
 
     @property
     def seed_offset(self) -> int:
-        """Offset of this rank's random seed: dropout must differ between samples."""
+        """Offset of this rank's random seed, so that dropout differs between samples."""
         return self.comm.rank
 
     def share_out(self, *loaders: Loader) -> None:
@@ -344,7 +353,7 @@ class StepExchange:
         return {"model": model, "optimizer": optimizer, **self._empty_state()}
 
     def _empty_state(self) -> dict[str, Any]:
-        """Return the entries that readers of a checkpoint expect from all mechanisms."""
+        """Return the layout, and None for each entry that only some mechanisms save."""
         return {"layout": self.layout, **dict.fromkeys(("sync", "codec", "steps", "noise"))}
 
     def _shared_model(self) -> dict[str, Any]:
@@ -361,7 +370,7 @@ class StepExchange:
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of this rank alone. Collective."""
+        """Return the state that only this rank has, such as its replica. Collective."""
         return dict.fromkeys(("replica", "sync", "codec", "noise"))
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -375,7 +384,7 @@ class StepExchange:
             CheckpointError: the state does not match the model, the optimizer or the method.
         """
         try:
-            # A checkpoint of a run with local steps contains replicas, which other methods ignore.
+            # Runs with local steps save the replica of each rank; other methods ignore it.
             replica = own.get("replica") if own and self.takes_own_steps else None
             self.restore_model(shared, replica)
         except (RuntimeError, ValueError) as error:
@@ -398,7 +407,7 @@ class StepExchange:
                 parameter.copy_(own["parameters"][name])
 
     def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
-        """Return the shards that this rank reads from the newest checkpoint; None for all data.
+        """Return the tensor shards that this rank reads from a checkpoint; None for all tensors.
 
         Args:
             latest: collective function that returns the folder of the newest checkpoint, or None.
@@ -410,7 +419,7 @@ class StepExchange:
 
     @property
     def facts(self) -> Figures:
-        """Entries for the first record of each ``RunPart``."""
+        """Entries for the record that each start or resume of a run writes."""
         return {"layout": self.layout} if self.layout else {}
 
     @property
@@ -451,7 +460,7 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """
     if lines := misfits(have, want):
         raise CheckpointError(
-            f"tensors of the model must have the names, shapes and dtypes in the checkpoint, but "
+            f"tensors of model and checkpoint must have the same names, shapes and dtypes, but "
             f"{len(lines)} {'tensors differ' if len(lines) != 1 else 'tensor differs'}; build the "
             f"model that was saved, or convert the checkpoint: load it with "
             f"hpctrain.checkpoint.load, change the state, and save it with "

@@ -1,4 +1,4 @@
-"""Descriptions of steps that are not finite, for records and messages."""
+"""Descriptions of steps with NaN or infinite losses or gradients, for records and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from hpctrain.train.run_state import unfinite_weights
 from hpctrain.train.task import Task
 
 _MAX_SAMPLES, _MAX_RANKS = 8, 4
-"""Maximum numbers of samples per rank, and of ranks, in a message; the record has all."""
+"""Maximum numbers of samples per rank, and of ranks, in a message; the record lists all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,10 @@ class NotFiniteFinding:
         )
 
     def record(self, rank: int) -> dict[str, Any]:
-        """Return an entry of ``metrics.jsonl``, with loss and norm as text: JSON has no NaN."""
+        """Return an entry for ``metrics.jsonl``.
+
+        Loss and norm are text, because JSON has no NaN.
+        """
         norm = {} if self.norm is None else {"gradient_norm": str(self.norm)}
         figures = {"loss": str(self.loss), **norm}
         place = {"step": self.step, "epoch": self.epoch, "lr": self.lr}
@@ -58,7 +61,7 @@ class StepFindings:
         self.is_reported = False  # whether an error message contains the findings
 
     def step_taken(self, finding: Callable[[], NotFiniteFinding]) -> None:
-        """Store a description of the last taken step, which may be the cause of NaN. Local."""
+        """Store a description of the step just taken, a possible cause of a later NaN. Local."""
         self._of_last = finding
 
     def note_last(self) -> None:
@@ -71,7 +74,8 @@ class StepFindings:
 
         Args:
             finding: describes the current step.
-            may_be_older: if weights are not finite, describe the last taken step instead.
+            may_be_older: whether to describe the last taken step instead, if that step has left
+                weights that are not finite.
         """
         if self.own is None:
             self.own = (may_be_older and self._older()) or finding()
@@ -79,11 +83,11 @@ class StepFindings:
     def report(
         self, step: int, event: str = "not_finite", **about: Any
     ) -> dict[int, NotFiniteFinding]:
-        """Record the findings of all ranks; return findings for a message. Collective.
+        """Write a record with the findings of all ranks; return findings to print. Collective.
 
         Args:
-            step: step of the record.
-            event: event of the record.
+            step: entry ``step`` of the record.
+            event: entry ``event`` of the record.
             about: further entries of the record.
 
         Returns:
@@ -102,9 +106,9 @@ class StepFindings:
         }
 
     def lines(self, step: int) -> list[str]:
-        """Return lines about the findings of all ranks; empty if an error contains the findings.
+        """Return lines about the findings of all ranks. Collective.
 
-        Collective.
+        Return no lines if an earlier error message contains the findings.
         """
         if self.is_reported:
             return []

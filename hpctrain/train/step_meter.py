@@ -1,4 +1,4 @@
-"""Losses, times, sample counts and traffic of steps, summed since the last record."""
+"""Sums of losses, times, sample counts and traffic over the steps since the last record."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,9 +29,9 @@ class Interval:
     communication_s: float  # not overlapped with compute
     input_s: float
     num_skipped: int = 0
-    """Skipped steps: a common step counts once, a local step once per rank."""
+    """Number of skipped steps: a step of all ranks counts once, a local step once per rank."""
     of_ranks: Mapping[str, list[float]] = field(default_factory=dict)
-    """The same times and the checkpoint time by rank, as means over the steps."""
+    """The same times and ``checkpoint_s`` by name: a list with the mean of each rank."""
 
     @property
     def step_s(self) -> float:
@@ -104,7 +104,10 @@ class StepMeter:
         return {"sums": sums, "num_steps": self._num_steps}
 
     def load_shared(self, state: Mapping[str, Any], rank: int) -> None:
-        """Continue from ``shared()`` of any number of ranks; rank 0 gets all samples and loss."""
+        """Continue from a ``shared()`` of any number of ranks.
+
+        Only rank 0 gets the sums of losses, samples and skipped steps; all ranks get the times.
+        """
         self.load_state_dict(state)
         if rank:
             self._sums[:2] = self._sums[5] = 0.0
@@ -135,8 +138,8 @@ class StepMeter:
         Args:
             loss: mean over ``num_samples``.
             num_samples: samples of this rank.
-            work_s: duration without the wait for the batch.
-            communication_s: part of ``work_s`` that waited for communication.
+            work_s: duration of the step, without the wait for the batch.
+            communication_s: time within ``work_s`` that the step waited for communication.
             num_skipped: steps to count as skipped.
         """
         self._sums += torch.tensor(
@@ -159,7 +162,7 @@ class StepMeter:
 
     def take(self, comm: Communicator) -> Interval:
         """Return the measurements of all ranks since the last call. Collective."""
-        # One allreduce with a row per rank gives the sums over ranks and the times of each rank.
+        # Each rank fills its own row, so one allreduce gives all ranks the rows of all ranks.
         rows = torch.zeros(comm.size, len(self._sums), dtype=torch.float64)
         rows[comm.rank] = self._sums
         comm.allreduce_(rows).wait()
@@ -180,7 +183,7 @@ class StepMeter:
 
 
 class SavingsMeter:
-    """Sums the traffic between nodes, with compression, until ``take`` reduces it."""
+    """Sums the traffic of steps with compression, until ``take`` reduces it over the ranks."""
 
     def __init__(self, task: Task) -> None:
         self._task = task

@@ -33,13 +33,13 @@ class SyncConfig(CheckedFields):
     for a rank's share of the batch; or let parameter servers apply gradients asynchronously, with
     a bound on the staleness (ssp), every few steps (downpour) or at once (async)."""
     steps: Literal["auto"] | Number = 8
-    """Of a local method: number of steps between two averagings over all ranks; auto chooses the
-    number by measurements, so that averaging takes at most the fraction args.share (0.1) of the
+    """For a local method: number of steps between two averagings over all ranks. auto measures and
+    chooses the number, so that averaging takes at most the fraction args.share (0.1) of the
     time."""
     compression: Annotated[str, Bounds(names=COMPRESSIONS)] = "none"
-    """Codec of gradients that are sent between nodes, or of the data that replicas of a local
+    """Codec that compresses gradients sent between nodes, or the data that replicas of a local
     method exchange: none, fp16, bf16, int8, or another codec of hpctrain guide compression. auto
-    measures none, bf16 and int8 on the network and uses the fastest."""
+    measures none, bf16 and int8 on the network and uses the fastest of these."""
     compression_args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the codec, such as rank = 4 for power_sgd."""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -51,11 +51,12 @@ class SyncConfig(CheckedFields):
     """With ssp and async: largest number of steps by which a rank may be ahead of the slowest
     rank. With downpour: largest number of pushes."""
     fraction: Fraction = 1.0
-    """Of a local method: fraction of the ranks, but at least one rank, that takes part in a round;
-    drawn for each round by the seed of the run. The other ranks skip the steps of the round."""
+    """For a local method: fraction of the ranks, at least one rank, that train in a round. These
+    ranks are drawn for each round with the seed of the run; the other ranks skip the steps of the
+    round."""
     proximal: AtLeast0 = 0.0
-    """Of a local method: mu of FedProx's term mu/2 ||w - w_round||^2, which keeps the weights near
-    those at the start of the round; 0 for none."""
+    """For a local method: mu of FedProx's term mu/2 ||w - w_round||^2, which keeps the weights w
+    near w_round, the weights at the start of the round; 0 for none."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if the method does not support a key."""

@@ -1,4 +1,4 @@
-"""Sharded embeddings of a model; their rows are updated in addition to the parameters."""
+"""Sharded embeddings of a model; the rows are not parameters and are updated separately."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from hpctrain.train.run_config import RunConfig
 
 @runtime_checkable
 class RowTable(Protocol):
-    """Interface of ``ShardedEmbedding``: divides rows among the ranks, and updates them."""
+    """Interface of ``ShardedEmbedding``, a table whose rows are divided among the ranks."""
 
     lr: float
 
@@ -27,7 +27,7 @@ class RowTable(Protocol):
         """Clear the gradients of the rows."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Set the number of samples of this rank in the next step."""
+        """Weight this rank's gradients by ``num_samples / nominal`` in the next step."""
 
     def step(self) -> None:
         """Average gradients and update the rows. Collective."""
@@ -36,10 +36,10 @@ class RowTable(Protocol):
         """Return the rows and the optimizer state of this rank, for a checkpoint."""
 
     def wanted(self, path: str) -> dict[str, Shard]:
-        """Return the shards that this rank reads from the state at ``path``."""
+        """Return the shards that this rank reads from a checkpoint, by paths below ``path``."""
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``sharded_state()`` of any number of ranks. Collective."""
+        """Continue from a ``sharded_state()`` that any number of ranks saved. Collective."""
 
 
 class Tables:
@@ -57,7 +57,7 @@ class Tables:
         named = model.named_modules()
         self._tables = {name: m for name, m in named if isinstance(m, RowTable)}
         self._peaks = {name: table.lr for name, table in self._tables.items()}
-        self.factor = 1.0  # factor of the learning rates in this step
+        self.factor = 1.0  # multiplies the learning rates in this step
         train = config.train
         refused = {
             f"train.precision = {train.precision} scales the loss": train.precision == "fp16",
@@ -77,20 +77,25 @@ class Tables:
         return bool(self._tables)
 
     def begin(self, num_samples: int, nominal: float) -> None:
-        """Clear the gradients of the rows, and set this rank's samples in the next step. Local."""
+        """Clear the gradients of the rows, and set this rank's weight in the next step. Local.
+
+        The weight is ``num_samples / nominal``.
+        """
         for table in self._tables.values():
             table.zero_grad()
             table.set_num_samples(num_samples, nominal)
 
     @torch.no_grad()
     def look_up_empty(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
-        """Run the collectives of embedding lookups on a rank without samples.
+        """Join the embedding lookups of other ranks, on a rank without samples.
 
-        Runs ``model`` in evaluation mode on empty inputs, so running means do not change.
+        Runs ``model`` on empty inputs, in evaluation mode, so that running means do not change.
+        Collective.
 
         Args:
             model: model that contains these embeddings.
-            inputs: input of the model; only shape and dtype matter.
+            inputs: input of the model; only its shape after the first dimension and its dtype are
+                used.
             times: number of forward passes.
         """
         if not self or times < 1:
@@ -102,24 +107,24 @@ class Tables:
         model.train(was_training)
 
     def step(self) -> None:
-        """Update the rows of all embeddings, with learning rates times ``factor``. Collective."""
+        """Update the rows, with each learning rate multiplied by ``factor``. Collective."""
         for name, table in self._tables.items():
             table.lr = self._peaks[name] * self.factor
             table.step()
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's rows and optimizer state of each embedding, for a checkpoint."""
+        """Return, for a checkpoint, this rank's rows and optimizer state by embedding name."""
         return {name: table.sharded_state() for name, table in self._tables.items()}
 
     def wanted(self) -> dict[str, Shard]:
-        """Return the shards of the embeddings that this rank reads from a checkpoint."""
+        """Return the shards of embeddings that this rank reads from a checkpoint, by path."""
         found: dict[str, Shard] = {}
         for name, table in self._tables.items():
             found |= table.wanted(f"tables/{component(name)}")
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()`` of any number of ranks. Collective.
+        """Continue from a ``state()`` that any number of ranks saved. Collective.
 
         Raises:
             CheckpointError: the state lacks an embedding of the model.
@@ -127,7 +132,7 @@ class Tables:
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(
-                    f"the checkpoint must have the ShardedEmbedding {name} of the model, but "
+                    f"the checkpoint must contain the ShardedEmbedding {name} of the model, but "
                     f"does not; continue with the model that was saved"
                 )
             table.load_sharded_state(state[name])

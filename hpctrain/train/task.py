@@ -68,11 +68,11 @@ class Task:
     train: Loader
     test: Loader  # for tests during training
     held_out: Loader | None = None
-    """Loader of the test set after training, if tests during training use held-out samples."""
-    schedule: Callable[[int], float]  # maps a step to a factor of the learning rate
-    shard_reason: str = ""  # the choice for train.shard = auto, with its reason
+    """Loader of the test set, for the test after training; None if ``test`` has these samples."""
+    schedule: Callable[[int], float]  # maps a step index, from 0, to a factor of ``optimizer.lr``
+    shard_reason: str = ""  # description of the choice for train.shard = auto; else empty
     device: torch.device = CPU
-    device_reason: str = ""  # the chosen device, if several were available
+    device_reason: str = ""  # description of the chosen device; empty if only CPUs can be used
 
     @property
     def model(self) -> nn.Module:
@@ -116,16 +116,17 @@ class Task:
         return mode == "max" or (mode == "auto" and self.metric_name != LOSS)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the averaged weights for a test. Collective."""
+        """Return a context in which the model has its averaged weights, if any. Collective."""
         return self.exchange.averaged() if self.ema is None else self.ema.applied()
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input of the model and the labels, on the device of the model.
 
-        Copies to an accelerator are asynchronous, in order with its current stream.
+        Copies to an accelerator are asynchronous, ordered by its current stream.
 
         Raises:
-            DataError: a transform removed a field or samples, or samples differ in length.
+            DataError: a transform removed a field or samples; or the samples of a batch differ in
+                length with ``train.reproducible``.
         """
         names = self.config.data.input, self.config.data.label
         inputs, labels = (batch.fields.get(name) for name in names)
@@ -158,8 +159,8 @@ class Task:
             inputs: input of the model, one row per sample.
             labels: one row per sample.
             output: output of the model, if already computed.
-            tries_backward: also compute the gradient of the loss with respect to the output:
-                some losses fail for a dtype only in backward.
+            tries_backward: also compute the gradient of the loss with respect to the output,
+                because some losses reject a dtype only in backward.
 
         Raises:
             DataError: model, loss and data do not fit together, or the loss is not a scalar.
@@ -189,7 +190,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Wraps a function of the user; its errors name the configuration key of the function."""
+    """Wraps a user's function, so that errors of the function name its configuration key."""
 
     whose: str
     function: Callable[..., Any]
@@ -272,10 +273,10 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
 def _broadcast_weights(
     config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
 ) -> Tables:
-    """Load ``model.init_from``, and broadcast the parameters of rank 0. Collective.
+    """Load initial weights if ``is_new``, and broadcast the parameters of rank 0. Collective.
 
-    Returns the sharded embeddings; their rows are loaded, too. Local methods broadcast the
-    parameters later.
+    The initial weights are read from the path ``model.init_from``, if set. Local methods broadcast
+    the parameters later. Returns the sharded embeddings of the model, with initial rows.
     """
     with agreed(comm):
         tables = Tables(model, config)
@@ -301,9 +302,9 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
 ) -> Iterator[Loader]:
-    """Yield the loaders of training, of tests during training, and of the last test.
+    """Yield a loader for training, one for tests during training, and one for the last test.
 
-    There is no third loader if all tests use the same samples.
+    If all tests use the same samples, yield only the first two loaders.
     """
     if not (isinstance(data, tuple) and len(data) in (2, 3) and all(map(_has_samples, data))):
         raise ConfigError(
@@ -351,7 +352,7 @@ def _loaders(
 
 
 def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
-    """Return the training samples and the held-out samples; identical on all ranks."""
+    """Divide a data set into training and validation samples, identically on all ranks."""
     num_held = round(part * len(dataset))
     if not 0 < num_held < len(dataset):
         raise ConfigError(
@@ -363,16 +364,16 @@ def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
 
 
 def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
-    """Return the arguments by which the loaders of a local method do not communicate."""
+    """Return arguments of ``Loader`` that prevent communication; empty without a local method."""
     if not config.sync.is_local:
         return {}
     return {"comm": None, "rank": comm.rank, "size": comm.size}
 
 
 def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> None:
-    """Raise ``ConfigError`` if data has fewer samples than a batch, or a batch than ranks.
+    """Raise ``ConfigError`` if the global batch exceeds the number of training samples.
 
-    The second check is for local methods only.
+    With a local method, also raise ``ConfigError`` if the batch has fewer samples than ranks.
     """
     batch = config.train.global_batch
     if batch > num_samples:
@@ -389,7 +390,10 @@ def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> Non
 
 
 def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
-    """Raise an error if data lacks a field, or has varying lengths with ``train.reproducible``."""
+    """Raise an error if the input or label field is missing or has an unsupported length.
+
+    With ``train.reproducible``, all samples of a field must have one length.
+    """
     for key in ("input", "label"):
         name = getattr(config.data, key)
         if name not in fields:
@@ -405,7 +409,7 @@ def _has_samples(data: object) -> bool:
 
 
 def _transforms(config: DataConfig) -> tuple[str, str]:
-    """Return the names of the transforms of training and of test batches."""
+    """Return the names of two transforms, for training and for tests; empty for no transform."""
     test = config.test_transform or config.transform
     return config.transform, "" if test == "none" else test
 
@@ -425,8 +429,8 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
     """Copy the data set to each node, and let ``loader`` read the copy. Collective.
 
     Args:
-        loader: its data set is replaced.
-        to: folder of the copy; ``auto`` chooses a folder with enough free space.
+        loader: its data set is replaced by the copy.
+        to: folder for the copy; ``auto`` chooses a folder with enough free space.
         comm: all ranks.
         topology: topology of the ranks of ``comm``.
 
@@ -450,7 +454,7 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of torch, NumPy and Python."""
+    """Seed the random generators of torch, NumPy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a user's model may draw from it
     random.seed(seed)

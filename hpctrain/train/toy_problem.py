@@ -1,6 +1,6 @@
-"""Synthetic problem of a new configuration, to be replaced by the user.
+"""Synthetic problem of a new configuration; the user replaces it with a real problem.
 
-A network classifies points in the plane by the arm of the spiral from which they are drawn.
+A network classifies points in the plane: it predicts from which arm of a spiral a point is drawn.
 """
 
 import math
@@ -59,7 +59,7 @@ def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDatase
 
 
 def points(num: int, seed: int) -> dict[str, np.ndarray]:
-    """Return random points ``x``, ``(num, 2)`` in float32, and ``y``, the arm of each point."""
+    """Return random points: coordinates ``x``, ``(num, 2)`` in float32, and arm indices ``y``."""
     random = np.random.default_rng(seed)
     arm = random.integers(NUM_ARMS, size=num)
     radius = np.sqrt(random.uniform(size=num))  # uniform density per area

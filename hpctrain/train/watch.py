@@ -1,4 +1,4 @@
-"""Monitoring of a run by its files: progress, times of each rank, state of the job."""
+"""Monitoring of a run by reading its files: progress, times of each rank, state of the job."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from hpctrain.launch.lease import BEAT, TIMES, Holder
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import Status, by_record, not_started
 
-RECENT = 10  # step records from which the step time is computed
+RECENT = 10  # number of step records from which the step time is computed
 
 _CHECKPOINT = re.compile(r"step-(\d+)")
 _TIMES = ("compute_s", "communication_s", "input_s")
@@ -33,12 +33,12 @@ class RankTimes:
     compute_s: float
     communication_s: float  # not overlapped with compute; includes waiting for slower ranks
     input_s: float
-    checkpoint_s: float = 0.0  # wait of training for checkpoints
+    checkpoint_s: float = 0.0  # time that training waited for checkpoints
     slow: int = 0  # number of the last ten records in which this rank was slow
 
     @property
     def work_s(self) -> float:
-        """Seconds of a step for input and compute, for which other ranks wait."""
+        """Seconds per step for input and compute; other ranks wait for this work."""
         return self.compute_s + self.input_s
 
 
@@ -52,17 +52,17 @@ class RunView:
     holder: str  # description of the job; empty if there is none
     heartbeat_age_s: float | None
     record_age_s: float | None
-    begun: Record  # first record of the current part; empty if not started
+    begun: Record  # record of the last start or resume; empty if not started
     last: Record  # last step record; empty if there is none
     test: Record  # last record of a test during training; empty if there is none
-    step: int
-    step_s: float | None  # mean step time of the last records
+    step: int  # number of finished steps
+    step_s: float | None  # mean step time in the last records; None without step records
     checkpoints: list[int]  # steps of the checkpoints, oldest first
     ranks: list[RankTimes]  # times by rank; empty if there is no file of times
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds of the remaining steps, without tests and checkpoints."""
+        """Estimated duration of the remaining steps, without tests and checkpoints."""
         if self.step_s is None or "num_steps" not in self.begun:
             return None
         return float((self.begun["num_steps"] - self.step) * self.step_s)
@@ -84,7 +84,11 @@ class RunView:
 
 
 class _Age:
-    """Age of a file, independent of the file server's clock after the first observed change."""
+    """Measures the age of a file, with the clock of this process if possible.
+
+    Until a change of the file is observed, the age is computed from the modification time, which
+    depends on the clock of the file server.
+    """
 
     def __init__(self) -> None:
         self._mark: tuple[int, ...] = ()
@@ -210,7 +214,7 @@ class RunWatch:
         return sorted(int(match[1]) for match in found if match)
 
     def _ranks(self) -> list[RankTimes]:
-        """Return the times of each rank; empty if written with another number of ranks."""
+        """Return the times of each rank; empty if a run on other ranks wrote the file of times."""
         path = self._directory.ranks
         try:
             found = json.loads(path.read_bytes())

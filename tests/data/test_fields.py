@@ -98,7 +98,7 @@ def test_one_word_compresses_every_field(tmp_path):
     ("samples", "words"),
     [
         ([np.zeros((2, 3), "f4")], r"shape \(length, \*\(4,\)\), got \(2, 3\)"),
-        ([np.zeros((2, 4), "f8")], "hold all values of float64"),
+        ([np.zeros((2, 4), "f8")], "for all values of float64"),
         (7, r"must be a list of arrays \(length, \*\(4,\)\), got int"),
         ([3], r"got \(\)"),
         (

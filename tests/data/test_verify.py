@@ -233,5 +233,5 @@ def test_all_ranks_get_the_report_of_one(world, comm, tmp_path_factory):
 def test_the_remedy_for_an_unfinished_set_is_to_run_the_command_again(tmp_path):
     (tmp_path / "train-r00000.journal").touch()
     lines = "\n".join(verify(tmp_path).lines())
-    assert "run the same command again to continue" in lines
+    assert "run the same command again, which continues" in lines
     assert "removes them" not in lines

@@ -98,7 +98,7 @@ def test_a_full_disk_is_reported_and_keeps_the_old_data_set(directory, num_bytes
     [
         ({"image": np.zeros((2, 3, 2), "f4")}, r"have the fields \['image', 'number'\]"),
         ({"image": np.zeros((2, 2, 3), "f4"), "number": [1, 2]}, r"got \(2, 2, 3\)"),
-        ({"image": np.zeros((2, 3, 2), "f8"), "number": [1, 2]}, "hold all values of float64"),
+        ({"image": np.zeros((2, 3, 2), "f8"), "number": [1, 2]}, "for all values of float64"),
         ({"image": np.zeros((2, 3, 2), "f4"), "number": [1]}, "same number of samples"),
         ({"image": np.zeros((2, 3, 2), "f4"), "number": 1}, r"got \(\)"),
     ],

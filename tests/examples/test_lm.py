@@ -97,7 +97,7 @@ def test_a_configuration_trains_in_a_layout_goes_on_in_another_and_writes_text(
     on = start(*line, "--set=parallel.pp=2", "--resume", "--set=train.epochs=2", num_ranks=2)
     assert on.returncode == 0, on.stderr
     message = " ".join(on.stdout.split())
-    assert "the checkpoint is of dp=2 x tp=2 x zero=1, this run has pp=2" in message
+    assert "the checkpoint was saved with dp=2 x tp=2 x zero=1, this run has pp=2" in message
     assert last_line(on.stdout).startswith("test loss 4.")  # of 5.5
     run, model = str(tmp_path / "run"), str(tmp_path / "model.pt")
     found = CliRunner().invoke(app, ["evaluate", run])

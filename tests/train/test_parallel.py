@@ -259,7 +259,7 @@ def test_incompatible_options_are_rejected_with_the_configuration(layout, other)
             "by an attribute parallel_roles of Seq",
         ),
         ("pp=2", "model.target=tests.train.problem:model", "by an attribute parallel_layers of S"),
-        ("cp=2", "model.target=tests.train.problem:model", "with a method parallel_context"),
+        ("cp=2", "model.target=tests.train.problem:model", "must have a method parallel_context"),
         ("zero=1", "optimizer.name=LAMB", "update each element separately"),
         ("tp=2", "model.target=tests.train.divided:odd_model", "the 9 outputs of"),
         ("pp=2", 'parallel.layers=["embedding"]', "every parameter of a pipeline must belong to"),

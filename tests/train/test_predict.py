@@ -178,7 +178,7 @@ def test_a_run_reports_its_best_checkpoint_and_commands_accept_it(tmp_path, monk
     try:
         assert run(load_config(Path("small.toml"), judged), {}, RunOptions()) == 0
         *_, why, _, best, which, others, last = capsys.readouterr().out.splitlines()
-        assert why == "ended after step 8 of 20: no better test in the last 1 (test.patience)"
+        assert why == "ended after step 8 of 20: no improvement within test.patience = 1"
         assert best.endswith("in runs/small/checkpoints/step-00000004")
         assert best.startswith("best test loss ")
         which_weights = "the weights of the last step, averaged by train.ema"

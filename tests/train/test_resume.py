@@ -320,7 +320,7 @@ def test_a_stopped_job_exits_with_85_and_resumes_on_another_number_of_ranks(
     finally:
         hpctrain.shutdown()
     assert "continuing after step 6 of 12" in message[1]
-    assert "the checkpoint is of 2 ranks, this run has 1" in message[1]
+    assert "the checkpoint was saved by 2 ranks, this run has 1" in message[1]
     lines = message[2].splitlines()
     assert lines[0] == "the run in runs/small is finished, there is nothing to resume"
     assert lines[1] == message[1].splitlines()[-1]

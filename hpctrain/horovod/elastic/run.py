@@ -30,7 +30,7 @@ class AttemptEnd(enum.IntEnum):
 
     DONE = 0
     UPDATED = 1  # hosts are added or removed
-    MISMATCHED = 2  # an operation did not match the operation of a rank that has failed before
+    MISMATCHED = 2  # ranks called different operations, perhaps after a failure on one rank
     FAILED = 3
     LOST = 4  # ranks have died, and the survivors form a smaller world
 
@@ -49,8 +49,8 @@ def agree(mine: Ending) -> Ending:
     """Return the most severe outcome of an attempt over all ranks.
 
     Collective; all ranks get the same outcome. If other ranks are still training, the all-gather
-    of this rank does not match the next operation of the other ranks, and the operation fails on
-    all ranks. The other ranks then also call ``agree``, and this rank repeats the all-gather.
+    of this rank does not match their next operation, which therefore fails on all ranks. The other
+    ranks then also call ``agree``, and this rank repeats the all-gather.
     """
     here = world.current()
     if mine.end is not AttemptEnd.DONE:  # interrupt the ranks that wait for a named operation
@@ -67,7 +67,7 @@ def _gather(comm: Communicator, outcome: T) -> list[T]:
     comm.rejoin()
     try:
         return comm.allgather_object(outcome)
-    except MismatchError:  # other ranks were still training; their next call is this one
+    except MismatchError:  # other ranks were still training; their next call is this all-gather
         comm.rejoin()
         return comm.allgather_object(outcome)
 
@@ -79,9 +79,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     synchronized before each call of ``func``. If an operation raises ``HorovodInternalError`` on
     any rank, all ranks restore their last commit, call the reset callbacks, synchronize the state,
     and call ``func`` again. If hosts are added or removed (``HostsUpdatedInterrupt``), the ranks
-    do the same without the restore. The decorated function returns after ``func`` has returned on
-    all ranks. ``func`` must derive its position from the state. Between ``init()`` and the call,
-    the program must not communicate.
+    continue with the current state instead of the last commit. The decorated function returns
+    after ``func`` has returned on all ranks. ``func`` must derive its position from the state.
+    Between ``init()`` and the call, the program must not communicate.
 
     Other exceptions are raised unchanged. The loss of a rank ends all ranks with exit code 87
     (``RankLostError``): the job must resume from a checkpoint, not from a commit. With ``hpctrain
@@ -89,9 +89,11 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     as a smaller world: ``rank()`` and ``size()`` change, process sets of some ranks are removed,
     and a ``DistributedOptimizer`` over all ranks is rebuilt, except with ``shard`` or Adasum. With
     ``--spares`` spare ranks replace lost ranks: spares run the program from ``init()``, and
-    receive the state in ``sync()``. On several nodes, all ranks also end, after
-    ``HPCTRAIN_TIMEOUT``, if one rank alone raises ``HorovodInternalError`` while others average
-    gradients, because messages in flight between nodes cannot be cancelled.
+    receive the state in ``sync()``.
+
+    On several nodes there is one more case in which all ranks end, after ``HPCTRAIN_TIMEOUT``: one
+    rank alone raises ``HorovodInternalError`` while others average gradients. Messages in flight
+    between nodes cannot be cancelled.
 
     Raises:
         CommError: training fails repeatedly without a new commit, or more often than
@@ -137,15 +139,15 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 
 def _mismatch(ending: Ending) -> MismatchError:
-    """Return the mismatch of this rank, or else that of another rank."""
+    """Return the ``MismatchError`` of this rank, or else an error with the texts of all ranks."""
     error = ending.error
     return error if isinstance(error, MismatchError) else MismatchError(ending.text)
 
 
 def _require_no_calls() -> None:
-    """With spares, raise ``ConfigError`` if this rank has communicated before.
+    """Raise ``ConfigError`` if there are spares and this rank has communicated before.
 
-    Spares cannot join such communication.
+    A spare that replaces a lost rank later cannot join earlier communication.
     """
     here = world.current()
     if here.origin.spares is None:
@@ -160,9 +162,10 @@ def _require_no_calls() -> None:
 
 
 def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
-    """Run an attempt; return the outcome on all survivors, in a smaller world after a loss.
+    """Run an attempt; return its outcome over all ranks that survive it.
 
-    Collective over the survivors. Errors of the program are raised unchanged.
+    If ranks are lost, the survivors form a smaller world. Collective over the survivors. Errors of
+    the program are raised unchanged.
     """
     together, lost, error = recovery.attempt(lambda: agree(_ending_of(attempt)))
     return together or Ending(AttemptEnd.LOST, error, text=f"{format_ranks(lost)} died")
@@ -173,7 +176,7 @@ def _ending_of(attempt: Callable[[], object]) -> Ending:
         return Ending(AttemptEnd.DONE, result=attempt())
     except HorovodInternalError as error:
         return Ending(AttemptEnd.FAILED, error)
-    except MismatchError as error:  # another rank may have failed before
+    except MismatchError as error:  # the cause may be an earlier failure of another rank
         return Ending(AttemptEnd.MISMATCHED, error)
     except HostsUpdatedInterrupt as interrupt:
         return Ending(AttemptEnd.UPDATED, interrupt, interrupt.skip_sync)
@@ -238,7 +241,7 @@ class Resets:
         if self._state.num_commits != self._commits or not is_failure:
             self._num_failures = 0
         self._commits = self._state.num_commits
-        # Losses of ranks are not counted, since they cannot repeat endlessly.
+        # Losses of ranks are not counted, because the number of ranks is finite.
         self._num_failures += ending.end is AttemptEnd.FAILED
         if self._limit is not None and self.number >= self._limit:
             raise CommError(

@@ -11,7 +11,7 @@ from hpctrain.runtime import world
 
 
 def epoch_order(num_samples: int, seed: int | None) -> list[int]:
-    """Return all indices in the order of an epoch; without shuffling if ``seed`` is None."""
+    """Return all sample indices in the order of an epoch; not shuffled if ``seed`` is None."""
     order = list(range(num_samples))
     if seed is not None:
         random.Random(seed).shuffle(order)  # noqa: S311 - an order, no secret
@@ -27,11 +27,10 @@ def left_of(order: Sequence[int], num_done: int, done: Collection[int] = ()) -> 
 def part_of(left: Sequence[int], rank: int, size: int, order: Sequence[int]) -> list[int]:
     """Return every ``size``-th entry of ``left``, from entry ``rank`` on.
 
-    All ranks get equally many entries: if ``size`` does not divide the length of ``left``, the
-    last round is padded from the start of the epoch's ``order``, so that interrupted and
-    uninterrupted epochs have the same padding.
-    After k indices on every rank, the first ``k * size`` indices of ``left`` are done, so a count
-    is sufficient as state.
+    All ranks get the same number of entries: if ``size`` does not divide the length of ``left``,
+    the last round is padded from the start of the epoch's ``order``, so that interrupted and
+    uninterrupted epochs have the same padding. After k entries on every rank, the first
+    ``k * size`` entries of ``left`` are done, so a count is sufficient as state.
     """
     mine = list(left[rank::size])
     num_rounds = -(-len(left) // size)
@@ -50,17 +49,18 @@ class ElasticSampler(Sampler[int]):
     the same number of ranks, the batches are the same as in an uninterrupted epoch.
 
     Call ``hpctrain.init()`` before construction, ``record_batch`` after each batch, and
-    ``set_epoch`` at the end of each epoch. With ``set_epoch`` at the beginning, a restored epoch
-    would start from its first index. The order is Horovod's for the same seed.
+    ``set_epoch`` at the end of each epoch. If a program called ``set_epoch`` at the beginning, a
+    restored epoch would start from its first index. For the same seed, the order is the same as in
+    Horovod.
 
     Args:
         dataset: data set of constant length.
-        shuffle: whether each epoch has another random order.
+        shuffle: whether each epoch has a different random order.
         seed: seed of the order; the same on every rank.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.ElasticSampler``.
-    Differs: the rest of an epoch may have fewer indices than ranks, in which case Horovod fails;
-    Horovod has no ``record_indices``.
+    Differs: the rest of an epoch may have fewer indices than there are ranks, whereas Horovod
+    fails; Horovod has no ``record_indices``.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002 - Horovod's

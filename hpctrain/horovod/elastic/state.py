@@ -57,7 +57,7 @@ class State(ABC):
 
     Source: Horovod 0.28, ``horovod.common.elastic.State``.
     Differs: both arguments are optional; changes of hosts may be reported on any rank, not only on
-    rank 0; a commit counts on all ranks or on none.
+    rank 0; a commit is valid on all ranks or on none.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class State(ABC):
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Report that hosts are added or removed, from any thread of any rank. Local.
 
-        hpctrain does not call this method; a program that detects such changes can call this
-        method. All ranks raise ``HostsUpdatedInterrupt`` at their next ``commit()``.
+        hpctrain does not call this method; a program that detects such changes can call it. After
+        a call, all ranks raise ``HostsUpdatedInterrupt`` at their next ``commit()``.
 
         Args:
             timestamp: time of the report in seconds; a report is ignored unless it is later than
@@ -106,8 +106,8 @@ class State(ABC):
         """Save the state after all ranks have called ``commit``. Collective.
 
         After a failed operation, training resumes from the last commit, which is a copy of the
-        state in memory. A commit counts on all ranks or on none: if an error has interrupted a
-        commit on some ranks, ``elastic.run`` completes that commit.
+        state in memory. A commit is valid on all ranks or on none: if an error interrupts a commit
+        on some ranks after other ranks have completed it, ``elastic.run`` completes that commit.
 
         Raises:
             HostsUpdatedInterrupt: hosts are added or removed; on every rank.
@@ -122,8 +122,8 @@ class State(ABC):
     def settle(self, of_ranks: Sequence[int]) -> None:
         """Complete the newest commit that any rank has completed. Not collective.
 
-        A rank that has begun but not completed this commit saves its state, which has not changed
-        since.
+        A rank that has begun but not completed this commit now saves its state, which has not
+        changed since the commit began.
 
         Args:
             of_ranks: ``num_commits`` of all ranks.
@@ -174,9 +174,9 @@ class State(ABC):
 
 
 class ObjectState(State):
-    """State of plain values, which are attributes of the object.
+    """State of plain values, which are attributes of this object.
 
-    Attributes are passed to the constructor, or set later.
+    A program passes attributes to the constructor, or sets them later.
 
     Args:
         bcast_object: see ``State``.
@@ -225,7 +225,7 @@ class ObjectState(State):
         self.restore()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; if a new attribute has a plain value, also save the value.
+        """Set an attribute; if the attribute is new and its value plain, also save the value.
 
         Raises:
             ConfigError: the value cannot be copied, or ``name`` is the name of a method.
@@ -370,12 +370,11 @@ def has_state(value: object) -> bool:
 class TorchState(ObjectState):
     """Training state of a model, an optimizer and other values, which become attributes.
 
-    Attributes that are set later are also saved. For modules, optimizers, an
-    ``ElasticSampler`` and other objects with ``state_dict()`` and ``load_state_dict()``, the state
-    is saved, restored and sent to other ranks; the objects themselves are not replaced. Other
-    values are copied and must be picklable.
+    Attributes that are set later are also saved. Modules, optimizers, an ``ElasticSampler`` and
+    other objects with ``state_dict()`` and ``load_state_dict()`` are not replaced: their state is
+    saved, restored and sent to other ranks. Other values are copied and must be picklable.
 
-    The constructor saves the state. Not collective.
+    The constructor saves the state. It is not collective.
 
     Args:
         model: any module.
@@ -386,9 +385,10 @@ class TorchState(ObjectState):
         ConfigError: an attribute has the name of an attribute of this class, or begins with ``_``.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.TorchState``.
-    Differs: schedulers and scalers are saved by their state, whereas Horovod pickles them with the
-    optimizer that they reference; ``sync()`` also saves; ``restore()`` clears gradients; a
-    restored optimizer does not share memory with the commit, so it can be restored again.
+    Differs: for schedulers and scalers, the result of ``state_dict()`` is saved, whereas Horovod
+    pickles them with the optimizer that they reference; ``sync()`` also saves; ``restore()``
+    clears gradients; a restored optimizer does not share memory with the commit, so the commit can
+    be restored again.
     """
 
     _is_shared = False  # whether ``sync`` was called
@@ -448,7 +448,7 @@ class TorchState(ObjectState):
             handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; also save the value if the attribute or its object is new.
+        """Set an attribute; also save the value if the attribute is new, or gets a new object.
 
         Raises:
             ConfigError: a plain value replaces an object with ``state_dict()``, or a new value

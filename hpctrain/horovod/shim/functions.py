@@ -14,7 +14,7 @@ from hpctrain.launch.mpiexec import check_hosts
 from hpctrain.runtime.run import run as hpctrain_run
 
 HARMLESS = {"disable_cache", "ssh_port", "start_timeout", "use_gloo", "use_mpi", "verbose"}
-"""Arguments that are ignored, because they concern Horovod's output, or other hosts."""
+"""Arguments that are ignored, because they only affect Horovod's output, or other hosts."""
 
 
 def run(

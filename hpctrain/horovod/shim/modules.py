@@ -12,7 +12,7 @@ import hpctrain
 from hpctrain.core.errors import ConfigError
 
 VERSION = "0.28.1+hpctrain"
-"""``horovod.__version__``: Horovod's version with these names, marked as hpctrain."""
+"""Value of ``horovod.__version__``: the version that defines these names, marked as hpctrain."""
 
 GUIDE = "`hpctrain guide migrate`"
 
@@ -40,7 +40,7 @@ _OWN |= {name for name in hpctrain.__all__ if name.endswith(("Error", "Warning")
 """Names of ``hpctrain`` that are not names of ``horovod.torch``, or are modules there."""
 _TORCH = _names(set(hpctrain.__all__) - _OWN)
 _BEHIND = {**_TORCH, **_names(("is_homogeneous",))}
-"""Names of each submodule of ``horovod.torch``: all names, also if Horovod defines fewer."""
+"""Names of each submodule of ``horovod.torch``; the submodule of Horovod may define fewer."""
 _ELASTIC = _names(("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State"), _STATES)
 _ELASTIC |= {**_names(("TorchState", "run"), _STATES), **_names(("HorovodInternalError",))}
 _BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
@@ -115,8 +115,8 @@ def fill(module: ModuleType) -> None:
             "__dir__": lambda: sorted({*vars(module), *names, *parts}),
             "__doc__": f"hpctrain under the name of Horovod's {name}.",
             "__getattr__": _lookup(module, names, parts),
-            # Every module is a package, so that `from ... import` of a missing name calls the
-            # finder, which raises the error with the reason.
+            # Every module is a package, so that `from MODULE import NAME` calls the finder if NAME
+            # is missing; the finder raises an error with the reason.
             "__path__": [],
         }
     )
@@ -161,8 +161,8 @@ class AliasFinder(Loader):
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin="hpctrain", is_package=True)
         if fullname.startswith(f"{TOP}."):
-            # Python would replace the message of a ModuleNotFoundError when a name is imported
-            # from a module.
+            # Not a ModuleNotFoundError, because `from MODULE import NAME` would replace its
+            # message.
             raise ImportError(refusal(fullname), name=fullname)
         return None
 

@@ -1,8 +1,8 @@
-"""Installs the shim at the start of a script of ``hpctrain shim`` and of its child processes.
+"""Installs the shim when Python starts, in a script of ``hpctrain shim`` and its child processes.
 
-``PYTHONPATH`` contains this folder, so that Python imports this file when it starts a script, or a
-Python process that the script starts. The file removes the folder from ``sys.path``, and then
-imports the ``sitecustomize`` of the site, as without the shim.
+``PYTHONPATH`` contains this folder, so that each Python process imports this file at its start.
+The file removes the folder from ``sys.path``, and then imports the ``sitecustomize`` of the site,
+as Python does without the shim.
 """
 
 import importlib
@@ -12,11 +12,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PYTHON = "HPCTRAIN_SHIM_PYTHON"
-"""Environment variable with the path of the Python that gets the shim."""
+"""Environment variable with the path of the Python interpreter that installs the shim."""
 
 
 def begin() -> None:
-    """Install the shim if ``HPCTRAIN_SHIM_PYTHON`` is the path of this Python."""
+    """Install the shim if ``HPCTRAIN_SHIM_PYTHON`` is the path of this Python interpreter.
+
+    Then import the ``sitecustomize`` of the site, if there is one.
+    """
     sys.path[:] = [folder for folder in sys.path if folder != str(HERE)]
     if os.environ.get(PYTHON) == sys.executable:
         before = list(sys.path)
