@@ -246,7 +246,7 @@ def _check_wanted(
 def _empty(
     records: Mapping[str, Record], into: Mapping[str, Shard] | None = None
 ) -> dict[str, TensorPiece]:
-    """Allocate memory for tensors; for a tensor in ``into``, only for its shard there."""
+    """Allocate a tensor for each record, or only the shard if ``into`` has a shard for it."""
     shards = {name: Shard.whole(record.shape) for name, record in records.items()}
     shards.update(into or {})
     return {

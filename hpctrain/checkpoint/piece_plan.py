@@ -123,9 +123,9 @@ class PiecePlan:
         on_root(self.comm, describe, CheckpointError)
 
     def _layouts(self) -> dict[str, list[str]]:
-        """Return the paths of the tensors of each layout, by the first of these paths. Collective.
+        """Return groups of tensors with one layout: all paths by the first path. Collective.
 
-        Tensors have one layout if each rank holds the same part of all of them.
+        Two tensors have one layout if every rank holds the same part of both.
         """
         rank = self.comm.rank
         terms = {

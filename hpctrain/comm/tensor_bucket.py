@@ -126,7 +126,7 @@ class TensorBucket(PackedTensors):
     """Packs tensors that are summed over the ranks as one message.
 
     Args:
-        bucket: host memory of the elements that the host sums, followed by the marks.
+        bucket: buffer on the host with the elements, if the host sums them, and then the marks.
         tensors: the tensors to pack, of one dtype and device.
         offsets: see ``PackedTensors``.
         num_marks: number of marks, see ``plan_buckets``.

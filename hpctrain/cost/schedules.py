@@ -153,8 +153,9 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
     """Yield a reduce-scatter by recursive halving, then an all-gather in the reverse order.
 
     If N is a power of two, the time is about 2 log2(N) a + 2(N-1)/N m b; no algorithm sends fewer
-    bytes. For other N, the pairs of ``fold`` add 3 rounds and up to 3/2 m b: each pair first
-    combines its data on the even rank; finally the even rank sends the result to the odd rank.
+    bytes. For other N, ``fold`` forms pairs so that the largest power of two below N remains.
+    Each pair combines its data on the even rank in 2 rounds of m/2 bytes; at the end the even rank
+    sends the m bytes to the odd rank. This adds 3 a + 2 m b.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY

@@ -74,9 +74,9 @@ def num_samples_of(batch: Any) -> int:
     found = {len(tensor) if tensor.dim() else -1 for tensor in _tensors_of(batch)}
     if len(found) != 1 or -1 in found:
         raise ConfigError(
-            f"all tensors of a batch must have a first dimension that counts the samples, the "
-            f"same in all, got lengths {sorted(found)} (-1: no dimension); reshape or remove the "
-            f"other tensors"
+            f"the first dimension of every tensor of a batch must be the samples, with one "
+            f"length in all tensors, got lengths {sorted(found)} (-1: no dimension); reshape or "
+            f"remove tensors with another first dimension"
         )
     return found.pop()
 
@@ -122,7 +122,7 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
     else:
         raise ConfigError(
             f"a batch must consist of tensors in tuples, lists and mappings, got "
-            f"{type(batch).__name__}; pad samples of different lengths to one fixed length"
+            f"{type(batch).__name__}; return tensors, and pad samples of different lengths"
         )
 
 

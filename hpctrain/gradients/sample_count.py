@@ -74,7 +74,7 @@ class SampleCount:
         return self.scale_of(self.exponent)
 
     def scale_of(self, exponent: int) -> float | None:
-        """Return the factor of a sum with weights divided by 2^exponent; None for no factor."""
+        """Return the factor for a sum whose weights were divided by 2^exponent, or None."""
         if not self.average:
             return None
         total = self.total_weight or 1.0  # without samples, all gradients are zero
@@ -93,7 +93,9 @@ def peak_of(weight: float) -> float:
 
 
 def exponent_of_peaks(peaks: float) -> int:
-    """Return the largest ``exponent_of`` of the ranks' weights, from the sum of ``peak_of``.
+    """Return the maximum over the ranks of ``exponent_of(weight)``.
+
+    ``peaks`` is the sum over the ranks of ``peak_of(weight)``.
 
     The result is exact on up to 2^16 ranks, and at most 1 too large on up to 2^32 ranks.
     """

@@ -282,7 +282,7 @@ class OptimizerState(Tensors):
 
 
 def _united(layouts: Sequence[Layout]) -> Layout:
-    """Return the union of all ranks' entries; raise ``MismatchError`` if their specs differ."""
+    """Return the union of all ranks' entries; ``MismatchError`` if specs differ."""
     united: Layout = {}
     for layout in layouts:
         for place, keys in layout.items():

@@ -102,8 +102,8 @@ def require_same_counting(total: Mapping[str, float], own: Mapping[str, float]) 
         raise MismatchError(
             f"nominal of set_num_samples must be the same on every rank, but the mean of "
             f"{total['has_nominal']:.0f} ranks is {total['nominal'] / total['has_nominal']:g} and "
-            f"this rank has {own['nominal']:g}; pass the usual number of samples of all ranks as "
-            f"nominal"
+            f"this rank has {own['nominal']:g}; pass the same number on every rank, such as "
+            f"the usual number of samples of one rank"
         )
     if total["uncounted_squared"] * total["takes_part"] != total["uncounted"] ** 2:
         raise MismatchError(

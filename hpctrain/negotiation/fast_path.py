@@ -192,10 +192,10 @@ _IDLE, _BUSY, _PREPARED, _VOTING = PathState  # a lookup in an Enum takes 50 ns
 class NodeCommit:
     """Commits or aborts prepared operations with the other ranks of the node.
 
-    Not thread-safe. The word of a rank contains the number of its prepared operation and the count
-    of earlier commits. The count is the same on all ranks, so an old word has no effect. The rank
-    itself stores the word; rank 0 overwrites the word to abort. The word of rank 0 is the count of
-    commits.
+    Not thread-safe. Each rank has one word in node memory. A rank other than 0 stores in its word
+    the number of its prepared operation and the number of commits so far, which is the same on all
+    ranks, so an old word has no effect. Rank 0 overwrites the words of the other ranks to abort;
+    its own word is the number of commits.
 
     Args:
         channel: words, doorbells and tree of the node.

@@ -171,10 +171,10 @@ class _WholeAttention(TorchFunctionMode):
     def _check(self, length: int) -> None:
         if length == self._length:
             raise ConfigError(
-                f"attention must get the whole sequence with sequence=True, which is "
-                f"available only between column and row, got {length} positions, one of "
-                f"{self._parts} parts; assign column and row to the matrices of attention, or "
-                f"omit sequence"
+                f"with sequence=True, attention must be between modules with the roles column "
+                f"and row, which get the whole sequence, but attention gets {length} positions, "
+                f"1 of {self._parts} parts; assign column and row to the matrices of attention, "
+                f"or omit sequence"
             )
 
 

@@ -77,8 +77,8 @@ class TiedWeights:
             if len({trained[name] for _, name in places}) > 1:
                 words = (f"{name} {('frozen', 'trained')[trained[name]]}" for _, name in places)
                 raise ConfigError(
-                    f"all stages must train a shared weight, or none, got {', '.join(words)}; "
-                    f"set requires_grad to the same value in all stages"
+                    f"a shared weight must be trained in all of its stages or in none, got "
+                    f"{', '.join(words)}; set requires_grad to the same value in all stages"
                 )
         return all(any(of_rank.values()) for of_rank in found)
 

@@ -98,7 +98,7 @@ class ProcessSet:
         return None if self.ranks is None else world.rank() in self.ranks
 
     def bind(self, found: "Registered") -> None:
-        """Store the entry of this set in the table of the world; called by the world."""
+        """Store ``found``, the entry that the world's table has for this set."""
         self._registered = found
         self._ranks = list(found.ranks)
 
@@ -210,7 +210,7 @@ def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -
     ranks = (process_set or global_process_set).ranks or []
     if rank not in ranks:
         raise ConfigError(
-            f"{name} must be a rank of the world in the process set, one of "
+            f"{name} must be the world rank of a member of the process set, one of "
             f"{format_numbers(ranks, MAX_RUNS)}, got {rank}"
         )
     return ranks.index(rank)

@@ -163,9 +163,9 @@ def _is_of_loss(error: BaseException) -> bool:
 def _have_all_succeeded(*, has_succeeded: bool) -> bool:
     """Return, on all survivors, True if no rank has failed and no rank is lost. Collective.
 
-    If this rank has failed, ranks that wait in this world raise an error. If the call takes longer
-    than ``HPCTRAIN_TIMEOUT``, all ranks end with exit code 87: MPI does not detect ranks that are
-    stopped, or that have exited with their own exit code.
+    If this rank has failed, ranks that wait in this world raise an error. MPI does not detect a
+    rank that is suspended or that has exited by itself, so all ranks end with exit code 87 if the
+    call takes longer than ``HPCTRAIN_TIMEOUT``.
     """
     if not has_succeeded:
         _end_waits()

@@ -11,11 +11,11 @@ _MARGIN = 1.1  # time limit relative to the expected time
 
 
 def job_script(results: StudyResults, summary: PointSummary, training_s: float | None) -> str:
-    """Return a batch script for Slurm that runs the command of a study at the size of a point.
+    """Return a batch script for Slurm that runs a study's command on the ranks of one point.
 
     Args:
         results: results of the study.
-        summary: the point.
+        summary: the measured point whose nodes, ranks and factors the script uses.
         training_s: expected seconds of the training; None omits the time limit.
     """
     config, record = results.config, summary.records[0]

@@ -146,7 +146,7 @@ class LocalExchange(OwnStepsExchange):
 
     @property
     def leads_step(self) -> bool:
-        """Whether no lower rank takes the current step together with this rank."""
+        """Whether this rank is the lowest of the ranks that take this step together."""
         return self.method.leads_step
 
     @property

@@ -59,8 +59,8 @@ def _check(config: RunConfig, comm: Communicator) -> None:
     if config.log.noise_scale and _name(config) != "averaged":
         raise ConfigError(
             "log.noise_scale must be false with train.shard, train.reproducible, a local "
-            "sync.method or [parallel], which do not show the gradients of single ranks and their "
-            "average, but log.noise_scale is true; omit log.noise_scale or the other key"
+            "sync.method or [parallel], got true; omit log.noise_scale, which needs the gradients "
+            "of single ranks and their average, or omit the other key"
         )
     if _name(config) in ("averaged", "sharded") and parallel.dp not in (0, comm.size):
         raise ConfigError(

@@ -164,7 +164,7 @@ class StepExchange:
 
     @property
     def leads_step(self) -> bool:
-        """Whether no lower rank takes the current step together with this rank."""
+        """Whether this rank is the lowest of the ranks that take this step together."""
         return self.comm.rank == 0
 
     def clip(self, max_norm: float) -> float:

@@ -116,7 +116,7 @@ class StepFindings:
         return _lines_of(self.report(step))
 
     def _older(self) -> NotFiniteFinding | None:
-        """Describe the last taken step if it has left weights that are not finite. Local."""
+        """Describe the last step that was taken if weights are not finite after it. Local."""
         return self._of_last() if self._of_last and unfinite_weights(self._task) else None
 
 

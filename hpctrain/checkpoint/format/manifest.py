@@ -277,7 +277,9 @@ def _manifest(given: Any, path: Path) -> CheckpointManifest:
         files = tuple(map(_file, given["files"]))
         runs = sorted((run.start, run.stop) for file in files for run in file.ranks)
         if [0, *(stop for _, stop in runs)] != [*(start for start, _ in runs), world]:
-            raise ValueError(f"each of {world} ranks must have one file")
+            raise ValueError(
+                f"each of {world} ranks must be in exactly one file, got files of ranks {runs}"
+            )
         tensors = {name: _listed(record) for name, record in given["tensors"].items()}
         found = make(files=files, tensors=tensors)
     else:

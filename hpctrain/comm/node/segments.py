@@ -106,7 +106,7 @@ class Region:
             raise NodeMemoryError(f"cannot drop private pages: madvise failed with {refused}")
 
     def freeze_in_children(self) -> None:
-        """Copy ``private`` before each fork, so that the child keeps its contents."""
+        """Save the contents of ``private`` before each fork, for the child."""
         _frozen.regions.add(self)
 
     def keep(self) -> None:
@@ -121,7 +121,7 @@ class Region:
             _words(self._kept)[:] = shown
 
     def forget_kept(self) -> None:
-        """Free the copy of this process; forked children keep their own copies."""
+        """Free the saved contents in this process; forked children keep theirs."""
         self._kept = None
 
     def show_kept(self) -> None:

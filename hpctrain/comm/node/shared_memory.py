@@ -171,7 +171,7 @@ class SharedMemory:
         self.barrier()
 
     def _prepare(self, bucket: Bucket, op: Op, scale: float | None) -> tuple[Call, Sum | None]:
-        """Return the call, and the sum by the kernel or None; store them in the bucket."""
+        """Return the call and the kernel's sum, None without one; store both in the bucket."""
         how, call = combination(bucket.flat.dtype, op), bucket_call(bucket.number, op, scale)
         total = None
         # An empty bucket has no peers. The kernel adds numbers of ``storage_dtype``, of which a

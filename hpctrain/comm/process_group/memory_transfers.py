@@ -218,8 +218,8 @@ class NodeExchange:
             for other, taken in enumerate(sizes):
                 if given[other] != taken[self._size + rank]:
                     raise MismatchError(
-                        f"both ends of all_to_all must have the same size, but rank {rank} sends "
-                        f"{given[other]} bytes to rank {other}, which expects "
+                        f"sender and receiver of all_to_all must give the same size, but rank "
+                        f"{rank} sends {given[other]} bytes to rank {other}, which expects "
                         f"{taken[self._size + rank]}; compare the split sizes of the two "
                         f"ranks"
                     )

@@ -186,7 +186,7 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
             has_ended = bool(buf) and not any(buf)
             header = super().frombuf(buf, encoding, errors)
             if header.type in _NOTES and header.size > _MAX_HEADER_BYTES:
-                raise tarfile.ReadError(f"a header claims {format_bytes(header.size)}")
+                raise tarfile.ReadError(f"an extended header has {format_bytes(header.size)}")
             return header
 
     with unpacked(path) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive:
@@ -210,9 +210,9 @@ def _check_rest(stream: Any, path: str) -> None:
     while piece := stream.read(MIB):
         if more := piece.lstrip(b"\0"):
             raise DataError(
-                f"an archive must end with blocks of zeros, but {path} has them before byte {at} "
-                f"and other bytes from byte {at + len(piece) - len(more)} on, because it is "
-                f"damaged or consists of several archives; download it again, or unpack it with "
+                f"an archive must end with blocks of zeros, but in {path} other data follow the "
+                f"zeros at byte {at + len(piece) - len(more)}: the file is damaged, or consists "
+                f"of several archives; download it again, or unpack it with "
                 f"tar --ignore-zeros -xf and archive the files again"
             )
         at += len(piece)

@@ -135,7 +135,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
         if crc32_of(part) != shard.crc32:
             raise DataError(
                 f"the copy of {path} must have the checksum of the original, but differs, so "
-                f"{shard.file} was not replaced; check that no program writes to {source}, and "
-                f"the disk of {directory}"
+                f"{shard.file} was not replaced; check the disk of {directory}, and that no "
+                f"program writes to {source}"
             )
     return ""

@@ -190,7 +190,7 @@ def alltoall(comm: Communicator, setup: Setup) -> Case:
 
 
 def broadcast(comm: Communicator, setup: Setup) -> Case:
-    """Return the case of ``broadcast_`` from rank 0; the message is the tensor."""
+    """Return the case in which rank 0 broadcasts a tensor; the message size is its size."""
     tensor, period = torch.zeros(setup.numel, dtype=setup.dtype), _of_root(comm, setup)
     return Case(
         numel=setup.numel,

@@ -341,5 +341,5 @@ def test_a_name_of_a_function_has_a_form(tmp_path):
 def test_notes_of_a_file_that_claim_to_be_large_are_limited(tmp_path):
     note = tar(("././@LongLink", NOTE))[:512] + bytes(2**26) + bytes(10_240)
     write(tmp_path, {"0.tar": note})
-    with pytest.raises(DataError, match=r"a header claims 64.0 MiB"):
+    with pytest.raises(DataError, match=r"an extended header has 64.0 MiB"):
         pack(tmp_path / "0.tar", tmp_path / "set")
