@@ -214,7 +214,7 @@ def test_a_folder_without_a_run_raises_with_a_remedy(tmp_path):
     assert "running: " in message
     assert "none is recorded yet" in message
     assert json.loads(top(tmp_path, "--json", "--once").output)["status"]["state"] == "running"
-    with pytest.raises(ConfigError, match="wait for its first step"):
+    with pytest.raises(ConfigError, match="wait until hpctrain top shows the first step"):
         RunHistory.read(tmp_path)
 
 

@@ -50,7 +50,9 @@ def test_one_line_of_each_file_is_changed_and_reported(tmp_path):
 
 @pytest.mark.parametrize("other", ["", PUBLISHED.replace("14", "17"), 2 * PUBLISHED])
 def test_unknown_sources_are_rejected_and_not_changed(tmp_path, other):
-    with pytest.raises(LaunchError, match=rf"{PATCHED[1]} of Horovod .* is unknown; let pip"):
+    with pytest.raises(
+        LaunchError, match=rf"{PATCHED[1]} of Horovod .* exactly one line .*; let pip"
+    ):
         patch(sources(tmp_path, PUBLISHED, other))
     assert (tmp_path / PATCHED[0]).read_text() == PUBLISHED
 

@@ -34,7 +34,7 @@ PLANTED = {
         "OMP_NUM_THREADS=16",
         "for --cpus-per-task=2",
     ),
-    "MASTER_ADDR": ("export SRUN", "export MASTER_ADDR=localhost SRUN", "each node itself"),
+    "MASTER_ADDR": ("export SRUN", "export MASTER_ADDR=localhost SRUN", "one node for all"),
     "RANK": ("export SRUN", "export RANK=$SLURM_PROCID SRUN", "must differ between tasks"),
     "torchrun": (SRUN, "srun -K1 --mpi=pmix torchrun --nproc_per_node=2 train.py", "torchrun"),
     "megabytes": ("--mem=2G", "--mem=100", "is 100 MB"),

@@ -85,7 +85,7 @@ def test_repeats_can_be_added_and_other_changes_are_rejected(tmp_path):
         assert len(study.missing()) == 3
         study.measure(study.missing())
     assert len(points(tmp_path)) == 6
-    with pytest.raises(ConfigError, match=r"another study.seed, study.warm_up"):
+    with pytest.raises(ConfigError, match=r"other values of study.seed, study.warm_up"):
         Study(config(seed=3, warm_up=0), tmp_path).prepare()
 
 

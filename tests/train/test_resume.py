@@ -225,7 +225,7 @@ def test_a_resume_needs_an_existing_run_with_the_same_configuration(here, config
     assert "log.every_steps" not in str(refused.value)
     assert len(check_same(job.directory, other, changed=True)) == 3
     assert check_same(job.directory, job.config, changed=False) == []
-    with pytest.raises(ConfigError, match=r"config\.toml seed was 0, is 1; set"):
+    with pytest.raises(ConfigError, match=r"config\.toml: seed was 0, is 1; set"):
         check_same(job.directory, configure(*job.overrides, "seed=1"), changed=False)
 
 
@@ -335,7 +335,7 @@ def test_every_mismatched_tensor_is_listed():
     have = {"a": torch.zeros(2), "b": torch.zeros(2, 3), "c": torch.zeros(1), "ok": torch.ones(1)}
     want = {"a": torch.zeros(3), "b": torch.zeros(2, 3).half(), "ok": torch.ones(1)}
     want["d"] = torch.zeros(())
-    with pytest.raises(CheckpointError, match="in the checkpoint, but 4 tensors differ") as caught:
+    with pytest.raises(CheckpointError, match="and dtypes, but 4 tensors differ") as caught:
         check_fit(have, want)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
         "a: float32 (2,), expected float32 (3,)",

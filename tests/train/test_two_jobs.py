@@ -150,7 +150,7 @@ def test_two_overlapping_jobs_leave_one_consistent_run(tmp_path, seed):
         assert len(re.findall(r"process \d+ on .* has taken the lease", message)) == 1
         assert "Traceback" not in message
         assert re.search(
-            rf"--force takes .*process {holder.pid} on .* are lost: its last", printed
+            rf"--force takes .*process {holder.pid} on .* are lost; the last", printed
         )
     elif event == "is killed":
         assert first.returncode == -signal.SIGKILL, message

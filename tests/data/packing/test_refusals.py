@@ -178,14 +178,14 @@ TAR = [
         (
             {"0.tar": ENDED + bytes(between) + ENDED},
             {},
-            rf"other bytes from byte {len(ENDED) + between} on.*-zeros -xf",
+            rf"zeros at byte {len(ENDED) + between}.*-zeros -xf",
         )
         for between in (0, 512, 10_240)
     ),
     (
         {"0.tar": ENDED[:1024] + bytes(512) + ENDED[1024:]},
         {},
-        r"before byte 1536 and other bytes from byte 1536 on",
+        r"other data follow the zeros at byte 1536",
     ),
     (
         {"0.tar": tar(("same.cls", b"1"), ("same.cls", b"2"))},
