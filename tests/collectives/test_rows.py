@@ -97,7 +97,7 @@ def test_broadcast_gives_all_the_tensor_of_the_root(hvd):
         assert hvd.synchronize(hvd.broadcast_async_(scalar, root)) is scalar
         assert scalar.item() == root
         assert hvd.broadcast_(column, root).tolist() == [root] * 3
-    with pytest.raises(ConfigError, match=f"in the process set, one of 0.*, got {hvd.size()}"):
+    with pytest.raises(ConfigError, match=f"of the process set, one of 0.*, got {hvd.size()}"):
         hvd.broadcast(torch.ones(1), hvd.size())
 
 

@@ -1,6 +1,7 @@
 """Check that the laws of training and of the runtime hold with Horovod's operations."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -29,11 +30,17 @@ EXCEPTIONS = {
         "tests/runtime/test_failures.py::"
         "test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early"
         "[1]": ("Horovod's thread asks the other ranks for work a thousand times a second"),
+        "tests/runtime/test_failures.py::"
+        "test_a_rank_that_ends_during_a_transfer_between_nodes_ends_all"
+        "[sys.exit()-torch.ones(1 << 18)]": "Horovod sends between nodes itself, without rails",
     },
     2: OF_ENGINE,
     4: OF_ENGINE,
 }
 """Tests that fail, and why, by the number of ranks; each must still fail."""
+
+NEEDS_NODE_MEMORY = re.compile(r"ConfigError: .* share (the )?memory")
+"""Error of features that Horovod's engine does not support; tests of these may fail."""
 
 pytestmark = [
     pytest.mark.conformance,
@@ -55,7 +62,11 @@ def test_all_laws_but_the_listed_ones_hold_with_horovod(ranks: int, tmp_path: Pa
     done = ended(line, cwd=ROOT, env=environ, timeout=2300)
     journal = Journal.read(report)
     assert journal.is_finished, done.stdout[-4000:] + done.stderr[-4000:]
-    failed = {test["test"] for test in journal.tests if test["outcome"] == "failed"}
+    failed = {
+        test["test"]
+        for test in journal.tests
+        if test["outcome"] == "failed" and not NEEDS_NODE_MEMORY.search(test["reason"])
+    }
     passed = {test["test"] for test in journal.tests if test["outcome"] == "passed"}
     assert len(passed) > 10
     assert failed == {*EXCEPTIONS[ranks]}, done.stdout[-8000:]

