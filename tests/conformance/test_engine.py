@@ -24,6 +24,17 @@ OF_ENGINE = {
     "test_bucket_of_a_world_that_was_shut_down_is_rejected[one node]": (
         "Horovod has no buckets in node memory"
     ),
+    "tests/gradients/test_step_notes.py::"
+    "test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum": (
+        "Horovod does not look at the values that it sums"
+    ),
+    "tests/gradients/test_step_notes.py::"
+    "test_flags_and_the_check_of_sums_remain_in_a_rebuilt_world": (
+        "Horovod does not look at the values that it sums"
+    ),
+    "tests/train/test_task.py::test_auto_shards_if_all_options_allow_it_and_gives_the_reason": (
+        "train.shard is never chosen without node memory"
+    ),
 }
 EXCEPTIONS = {
     1: {
@@ -37,7 +48,10 @@ EXCEPTIONS = {
     2: OF_ENGINE,
     4: OF_ENGINE,
 }
-"""Tests that fail, and why, by the number of ranks; each must still fail."""
+"""Tests, or functions with all their parameters, that fail, and why, by the number of ranks.
+
+Each must still fail.
+"""
 
 NEEDS_NODE_MEMORY = re.compile(r"ConfigError: .* share (the )?memory")
 """Error of features that Horovod's engine does not support; tests of these may fail."""
@@ -48,6 +62,12 @@ pytestmark = [
     pytest.mark.requires("horovod"),
     pytest.mark.limit(2400),
 ]
+
+
+def named(test: str, known: set[str]) -> str:
+    """Return the name of a test, without its parameters if ``known`` has only that name."""
+    function = test.partition("[")[0]
+    return function if function in known and test not in known else test
 
 
 @pytest.mark.parametrize("ranks", BY_RANKS)
@@ -62,11 +82,12 @@ def test_all_laws_but_the_listed_ones_hold_with_horovod(ranks: int, tmp_path: Pa
     done = ended(line, cwd=ROOT, env=environ, timeout=2300)
     journal = Journal.read(report)
     assert journal.is_finished, done.stdout[-4000:] + done.stderr[-4000:]
+    known = {*EXCEPTIONS[ranks]}
     failed = {
-        test["test"]
+        named(test["test"], known)
         for test in journal.tests
         if test["outcome"] == "failed" and not NEEDS_NODE_MEMORY.search(test["reason"])
     }
     passed = {test["test"] for test in journal.tests if test["outcome"] == "passed"}
     assert len(passed) > 10
-    assert failed == {*EXCEPTIONS[ranks]}, done.stdout[-8000:]
+    assert failed == known, done.stdout[-8000:]

@@ -19,6 +19,8 @@ from tests.gradients.test_sparse_gradients import (  # noqa: F401
 from tests.gradients.training import MANY, wrapped
 from tests.stand_in import StandIn
 
+pytestmark = pytest.mark.requires("own-engine")
+
 
 @pytest.fixture(autouse=True, scope="module", params=("StagedBucket", "PeerBucket"))
 def way(request):

@@ -11,6 +11,8 @@ from hpctrain.core.errors import MismatchError
 from tests.gradients.test_sharded_step import MANY, assert_same_bits, backward, batch, wrapped
 from tests.harness.pace import scaled
 
+pytestmark = pytest.mark.requires("own-engine")
+
 
 class Gate(torch.autograd.Function):
     """Block a gradient until an event has occurred."""

@@ -9,6 +9,8 @@ from torch import nn
 from hpctrain.core.errors import MismatchError
 from tests.gradients.test_sharded_step import MANY, assert_same_bits, backward, batch, wrapped
 
+pytestmark = pytest.mark.requires("own-engine")
+
 
 @MANY
 def test_kept_gradients_keep_their_sample_count_or_all_ranks_raise(hvd):

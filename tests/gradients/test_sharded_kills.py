@@ -10,6 +10,8 @@ import torch
 
 from tests.runtime.victims import run_ranks
 
+pytestmark = pytest.mark.requires("own-engine")
+
 BODY = """
 from torch import nn
 from hpctrain.checkpoint import Manager

@@ -27,6 +27,8 @@ from tests.gradients.test_sharded_step import (
 )
 from tests.gradients.training import EVERY_SIZE
 
+pytestmark = pytest.mark.requires("own-engine")
+
 KINDS = {
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
     torch.optim.AdamW: {"lr": 0.01, "fused": True},

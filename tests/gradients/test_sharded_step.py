@@ -14,6 +14,8 @@ from hpctrain.core.errors import CommError, ConfigError, HpctrainError, Mismatch
 from hpctrain.gradients import node_bucket, node_values
 from hpctrain.runtime.world import current
 
+pytestmark = pytest.mark.requires("own-engine")
+
 MANY = pytest.mark.ranks(2, 3, 4)
 OPTIMIZERS = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}],

@@ -22,6 +22,8 @@ from tests.gradients.test_sharded_step import (
     wrapped,
 )
 
+pytestmark = pytest.mark.requires("own-engine")
+
 
 class Ratio(torch.optim.Optimizer):
     """Define a user's optimizer: steps as long as the weights, with state of three shapes."""

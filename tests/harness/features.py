@@ -12,6 +12,7 @@ import pytest
 
 from hpctrain.cluster.libraries import family
 from hpctrain.comm.node import kernel
+from hpctrain.core.config import setting
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.installed_horovod import needed_mpi
 from hpctrain.launch.mpirun import find_mpirun
@@ -48,6 +49,11 @@ def _cluster() -> str:
 def _slurm() -> str:
     """A private Slurm on virtual nodes."""
     return slurm_obstacle()
+
+
+def _own_engine() -> str:
+    """Communication by hpctrain, because Horovod's engine has no memory of a node and no rails."""
+    return "HPCTRAIN_ENGINE=horovod" if setting("engine") == "horovod" else ""
 
 
 def _recovery() -> str:
@@ -152,6 +158,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "debian-openmpi": _debian_openmpi,
     "deepspeed": functools.partial(_trainers, "deepspeed"),
     "expecttest": _module("expecttest"),
+    "own-engine": _own_engine,
     "foreign-mpich": _foreign_mpich,
     "recovery": _recovery,
     "h5dump": _program("h5dump"),
