@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from hpctrain.cluster.env import RANK_LOST
 from hpctrain.launch import mpiexec
 from tests.harness import preload
 from tests.harness.pace import scaled
+from tests.horovod.elastic.test_recovery import MPI_CRASH
 from tests.processes import ended
 from tests.train.starting import ROOT
 from tests.train.test_recovery import trained
@@ -139,8 +139,9 @@ def test_second_worker_may_die_during_the_recovery(tmp_path, later_s):
     """It has pushed two gradients more than the first one, and waits at the bound."""
     words = "-n", "4", "--nodes", "2", "--recover", "--", "AsyncSGD", 0, later_s
     done = launched(tmp_path, WORKERS, *words)
-    if "(MPIX_Comm_shrink+" in done.stderr:  # Open MPI 5.0 may crash if a rank dies in the call
-        assert done.returncode == RANK_LOST, done.stdout + done.stderr
+    # Open MPI 5.0 may crash if a rank dies while the survivors create communicators.
+    if "(MPIX_Comm_shrink+" in done.stderr or f"({MPI_CRASH}+" in done.stderr:
+        assert done.returncode != 0, done.stdout + done.stderr
         return
     assert done.returncode == 0, done.stdout + done.stderr
     found = r"rank (\d) of 2: \[5.0, (\d+).0, 20.0, 0.0\], -0.5\."
