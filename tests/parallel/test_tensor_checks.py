@@ -64,7 +64,7 @@ def test_sequence_parallelism_needs_a_divided_embedding():
 
 @pytest.mark.parametrize("kind", [lm.Attention, ByHand])
 def test_attention_sees_the_whole_sequence(kind):
-    with pytest.raises(ConfigError, match="got 4 positions, one of 2 parts; assign"):
+    with pytest.raises(ConfigError, match="gets 4 positions, 1 of 2 parts; assign"):
         forward(with_attention(kind), NO_ATTENTION, sequence=True)
     assert forward(with_attention(kind), sequence=True).shape == (1, 8, 256)
     whole = forward(with_attention(kind), NO_ATTENTION).full_tensor()
