@@ -345,7 +345,7 @@ def test_positional_arguments_are_not_suggested():
         (["train.reproducible=true"], "none", "reproducible"),
         (["sync.method=local_sgd"], "none", "sync.method is local_sgd"),
         (["optimizer.name=Adafactor"], "node", "for up to 2 ranks"),
-        (["optimizer.name=SparseAdam"], "none", "SparseAdam may use other"),
+        (["optimizer.name=SparseAdam"], "none", "SparseAdam may combine several parameters"),
     ],
     ids=str,
 )
