@@ -10,9 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpctrain.checkpoint.format.state_tree import component, mapped
-from hpctrain.checkpoint.inspection import checkpoints_in
-from hpctrain.checkpoint.loading import load
-from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.checkpoint.inspection import load_newest
 from hpctrain.core.atomic import make_folder, publishing, refusal
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
@@ -25,9 +23,8 @@ def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[
 
     If ``only`` is a path in the state, return only the value at that path.
     """
-    source = checkpoints_in(path)[-1]
-    state = load(source, SerialCommunicator()).state
-    part = state if only is None else part_of(state, only)
+    source, loaded = load_newest(path)
+    part = loaded.state if only is None else part_of(loaded.state, only)
     if not isinstance(part, dict):
         raise CheckpointError(
             f"the state to export must be a dict, but {only or 'the state'} of {source} is a "

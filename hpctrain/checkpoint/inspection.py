@@ -14,7 +14,8 @@ from hpctrain.checkpoint.checkpoint_directory import (
 )
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, step_of
-from hpctrain.checkpoint.loading import check
+from hpctrain.checkpoint.loading import Loaded, check, load
+from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
@@ -39,6 +40,15 @@ def checkpoints_in(path: Path | str) -> list[Path]:
         f"{folder} must contain a complete checkpoint, but has none; pass a run directory or "
         f"one of its checkpoints"
     )
+
+
+def load_newest(path: Path | str) -> tuple[Path, Loaded]:
+    """Load a checkpoint, or the newest checkpoint of a run directory; return its path too. Local.
+
+    Raises ``CheckpointError``: there is no checkpoint, or it cannot be read.
+    """
+    source = checkpoints_in(path)[-1]
+    return source, load(source, SerialCommunicator())
 
 
 def checkpoint_of(path: Path | str, which: str) -> Path:

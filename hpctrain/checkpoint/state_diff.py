@@ -12,9 +12,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint.export import part_of
 from hpctrain.checkpoint.format.state_tree import walk
-from hpctrain.checkpoint.inspection import checkpoints_in
-from hpctrain.checkpoint.loading import load
-from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.checkpoint.inspection import load_newest
 from hpctrain.comm.tensor_arguments import name_of
 
 PRIVATE = "private"  # first component of the paths of private values: ``private/3/random``
@@ -57,7 +55,7 @@ def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Diff
 
 
 def _read(path: Path | str, only: Sequence[str]) -> dict[str, Any]:
-    loaded = load(checkpoints_in(path)[-1], SerialCommunicator())
+    _, loaded = load_newest(path)
     if only:
         parts = [leaves(part_of(loaded.state, part), part) for part in only]
     else:

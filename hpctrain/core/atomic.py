@@ -148,7 +148,7 @@ def refusal(error: BaseException, elsewhere: str) -> str:
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     number = cause.errno if isinstance(cause, OSError) else None
-    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # in Rust
+    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # safetensors
         number = int(found[1])
     remedy = _REMEDIES.get(number or 0)
     reason = os.strerror(number) if number else reason_of(cause or error) or type(error).__name__

@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
-from hpctrain.checkpoint.inspection import checkpoints_in
-from hpctrain.checkpoint.loading import load
-from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.checkpoint.inspection import load_newest
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
@@ -108,7 +106,7 @@ def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
-        state: Any = load(checkpoints_in(path)[-1], SerialCommunicator()).state
+        state: Any = load_newest(path)[1].state
     else:
         try:
             if path.suffix == ".safetensors":

@@ -1,7 +1,6 @@
 """Check that the laws of training and of the runtime hold with Horovod's operations."""
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -24,37 +23,17 @@ OF_ENGINE = {
     "test_bucket_of_a_world_that_was_shut_down_is_rejected[one node]": (
         "Horovod has no buckets in node memory"
     ),
-    "tests/gradients/test_step_notes.py::"
-    "test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum": (
-        "Horovod does not look at the values that it sums"
-    ),
-    "tests/gradients/test_step_notes.py::"
-    "test_flags_and_the_check_of_sums_remain_in_a_rebuilt_world": (
-        "Horovod does not look at the values that it sums"
-    ),
-    "tests/train/test_task.py::test_auto_shards_if_all_options_allow_it_and_gives_the_reason": (
-        "train.shard is never chosen without node memory"
-    ),
 }
 EXCEPTIONS = {
     1: {
         "tests/runtime/test_failures.py::"
         "test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early"
         "[1]": ("Horovod's thread asks the other ranks for work a thousand times a second"),
-        "tests/runtime/test_failures.py::"
-        "test_a_rank_that_ends_during_a_transfer_between_nodes_ends_all"
-        "[sys.exit()-torch.ones(1 << 18)]": "Horovod sends between nodes itself, without rails",
     },
     2: OF_ENGINE,
     4: OF_ENGINE,
 }
-"""Tests, or functions with all their parameters, that fail, and why, by the number of ranks.
-
-Each must still fail.
-"""
-
-NEEDS_NODE_MEMORY = re.compile(r"ConfigError: .* share (the )?memory")
-"""Error of features that Horovod's engine does not support; tests of these may fail."""
+"""Tests that fail, and why, by the number of ranks; each must still fail."""
 
 pytestmark = [
     pytest.mark.conformance,
@@ -62,12 +41,6 @@ pytestmark = [
     pytest.mark.requires("horovod"),
     pytest.mark.limit(2400),
 ]
-
-
-def named(test: str, known: set[str]) -> str:
-    """Return the name of a test, without its parameters if ``known`` has only that name."""
-    function = test.partition("[")[0]
-    return function if function in known and test not in known else test
 
 
 @pytest.mark.parametrize("ranks", BY_RANKS)
@@ -82,12 +55,7 @@ def test_all_laws_but_the_listed_ones_hold_with_horovod(ranks: int, tmp_path: Pa
     done = ended(line, cwd=ROOT, env=environ, timeout=2300)
     journal = Journal.read(report)
     assert journal.is_finished, done.stdout[-4000:] + done.stderr[-4000:]
-    known = {*EXCEPTIONS[ranks]}
-    failed = {
-        named(test["test"], known)
-        for test in journal.tests
-        if test["outcome"] == "failed" and not NEEDS_NODE_MEMORY.search(test["reason"])
-    }
+    failed = {test["test"] for test in journal.tests if test["outcome"] == "failed"}
     passed = {test["test"] for test in journal.tests if test["outcome"] == "passed"}
     assert len(passed) > 10
-    assert failed == known, done.stdout[-8000:]
+    assert failed == {*EXCEPTIONS[ranks]}, done.stdout[-8000:]
