@@ -1,7 +1,7 @@
 """Comparison of a study with a repeated measurement, to test the conclusions of the study."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -119,15 +119,12 @@ def _yielded(results: StudyResults, required: float) -> Iterator[tuple[str, Stat
             texts = f"{where} at least {required:.0%}", f"{where} below {required:.0%}"
             yield f"efficiency {key}", _above(texts, found, required, "{:.1%}")
         if found is not None and (before := smaller.get(curve)) and each.growth > before.growth:
-            texts = _order(name, results.label(before.point))
-            yield f"faster {key}", _above(texts, _speed(before, each), 1.0, _TIMES, is_order=True)
+            yield f"faster {key}", _faster(results, before, each)
         if found is not None:
             smaller[curve] = each
         variant = first.setdefault(each.ranks, each)
         if variant is not each and variant.oversubscribed == each.oversubscribed:
-            texts = _order(name, results.label(variant.point))
-            speed = _speed(variant, each)
-            yield f"variant {key}", _above(texts, speed, 1.0, _TIMES, is_order=True)
+            yield f"variant {key}", _faster(results, variant, each)
         if target := results.config.study.target:
             reached = sum(record.time_to_target_s is not None for record in each.done)
             goal = f"repeat reaches {label_of(target)} at {name}"
@@ -136,26 +133,20 @@ def _yielded(results: StudyResults, required: float) -> Iterator[tuple[str, Stat
             yield f"target {key}", Statement(*texts, value, is_reached)
 
 
-def _order(one: str, other: str) -> tuple[str, str]:
-    return f"{one} has shorter steps than {other}", f"{one} has longer steps than {other}"
+def _faster(results: StudyResults, before: PointSummary, after: PointSummary) -> Statement:
+    """Return the statement that ``after`` has shorter steps; undecided if they are equal."""
+    one, other = results.label(after.point), results.label(before.point)
+    texts = f"{one} has shorter steps than {other}", f"{one} has longer steps than {other}"
+    speed = ratio(after.times_s, before.times_s)
+    statement = _above(texts, speed, 1.0, _TIMES)
+    return replace(statement, truth=None) if speed.low == 1.0 else statement
 
 
-def _speed(before: PointSummary, after: PointSummary) -> Estimate:
-    """Return the factor by which the steps of ``after`` are shorter than those of ``before``."""
-    return ratio(after.times_s, before.times_s)
-
-
-def _above(
-    texts: tuple[str, str], found: Estimate, limit: float, form: str, *, is_order: bool = False
-) -> Statement:
-    """Return the statement that a value is at least ``limit``; ``texts[1]`` is its negation.
-
-    With ``is_order`` the texts are "above" and "below" ``limit``, and a value equal to ``limit``
-    is undecided.
-    """
+def _above(texts: tuple[str, str], found: Estimate, limit: float, form: str) -> Statement:
+    """Return the statement that a value is at least ``limit``; ``texts[1]`` is its negation."""
     value = form.format(found.value)
     if found.low is None or found.high is None or found.falls_short:
         return Statement(*texts, f"{value}, too few repeats", None)
     ends = ", ".join(form.format(end).removesuffix(" times") for end in (found.low, found.high))
-    is_undecided = found.low < limit <= found.high or (is_order and found.low == limit)
+    is_undecided = found.low < limit <= found.high
     return Statement(*texts, f"{value} [{ends}]", None if is_undecided else found.low >= limit)
