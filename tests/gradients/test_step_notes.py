@@ -36,6 +36,7 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
             optimizer.step()
 
 
+@pytest.mark.requires("own-engine")
 @EVERY_SIZE
 @OVERLAPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
@@ -63,6 +64,7 @@ def test_values_that_are_not_finite_are_detected_on_all_ranks_during_the_sum(hvd
         assert optimizer.sums_are_finite is None
 
 
+@pytest.mark.requires("own-engine")
 @ONE_NODE
 @pytest.mark.ranks(2, 3)
 def test_flags_and_the_check_of_sums_remain_in_a_rebuilt_world(hvd):

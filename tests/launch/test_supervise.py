@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from subprocess import PIPE
 
 import pytest
 
@@ -115,7 +114,7 @@ def test_the_ranks_end_after_a_launch_that_ends_while_mpirun_starts():
         words = ["sh", "-c", f"{pause}; kill -KILL $PPID; exec sleep 50"]
         # The output ends when the last process has ended.
         line = [sys.executable, "-c", program, *words]
-        done = subprocess.run(line, check=False, stdout=PIPE, timeout=30)
+        done = subprocess.run(line, check=False, stdout=subprocess.PIPE, timeout=30)
         assert done.returncode == -signal.SIGKILL
 
 

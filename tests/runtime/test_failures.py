@@ -279,6 +279,7 @@ def test_a_world_of_one_keeps_its_hooks() -> None:
 TENSOR, BUCKET = "torch.ones(1 << 18)", "comm.new_bucket(1 << 18, torch.float32)"
 
 
+@pytest.mark.requires("own-engine")
 @pytest.mark.parametrize(
     ("end", "given"),
     [("sys.exit()", TENSOR), ("os.kill(os.getpid(), signal.SIGKILL)", BUCKET)],

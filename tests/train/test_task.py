@@ -349,6 +349,7 @@ def test_positional_arguments_are_not_suggested():
     ],
     ids=str,
 )
+@pytest.mark.requires("own-engine")
 def test_auto_shards_if_all_options_allow_it_and_gives_the_reason(
     here, configure, overrides, chosen, reason
 ):
